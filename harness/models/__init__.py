@@ -1,0 +1,1 @@
+"""The bundled tiny MoE model: its text, its network, its training and the trace recorded from it."""

@@ -1,0 +1,1 @@
+"""Where routing traces come from."""
