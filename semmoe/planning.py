@@ -1,0 +1,137 @@
+"""StepPlanner: from the tokens of a step to their homes and the slots that serve them.
+
+Both backends call it: the simulator counts Traffic from the answer, the harness carries it out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from .dispatch import DispatchSpec
+from .errors import UserError
+from .placement.base import Placement
+from .predict.base import Predictor
+from .schedule.base import TokenScheduler, capacity_of
+from .trace import RoutingTrace
+
+
+class ReplicaRouter(Protocol):
+    """Deterministic choice among the slots of an expert. homes_T is -1 where a token has no home (tp_replicated)."""
+
+    def slots(
+        self, experts_Tk: NDArray[np.integer], homes_T: NDArray[np.integer], placement: Placement, layer: int
+    ) -> NDArray[np.integer]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedStep:
+    """rows_T rows of the trace, homes_TL the home of each token per layer (None: tp_replicated), slots_TLk who serves.
+
+    planning_s: seconds that look-up, homes and slots took on this machine.
+    """
+
+    rows_T: NDArray[np.int64]
+    homes_TL: NDArray[np.integer] | None
+    slots_TLk: NDArray[np.integer]
+    planning_s: float = 0.0
+
+
+class StepPlanner:
+    """Homes by flow (dp: the request's rank; tp_scattered: contiguous chunks; tp_shuffled: the token scheduler per
+    layer, from the predictor's scores), then slots by the replica router."""
+
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        placement: Placement,
+        spec: DispatchSpec,
+        token_scheduler: TokenScheduler | None = None,
+        predictor: Predictor | None = None,
+        replica_router: ReplicaRouter | None = None,
+        home_cap: float = 1.0,
+    ) -> None:
+        if spec.flow == "tp_shuffled" and token_scheduler is None:
+            raise UserError("flow tp_shuffled needs a token scheduler")
+        if placement.has_replicas and replica_router is None:
+            raise UserError(f"{placement.num_slots} slots for {placement.num_experts} experts need a replica router")
+        if placement.num_layers != trace.num_layers:
+            raise UserError(f"placement has {placement.num_layers} layers, the trace {trace.num_layers}")
+        if not home_cap >= 1.0:
+            raise UserError(f"home_cap={home_cap} must be at least 1")
+        self.trace, self.placement, self.spec = trace, placement, spec
+        self.token_scheduler, self.predictor, self.replica_router = token_scheduler, predictor, replica_router
+        self.home_cap, self.ranks = home_cap, placement.ep_size
+        self.lookback = int(getattr(predictor, "lookback", 0))
+
+    def route(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> RoutedStep:
+        """Plan one step. queue_T: the rank of each token's request (dp), ignored elsewhere."""
+        start = time.perf_counter()
+        homes_TL = self._homes(rows_T, queue_T)
+        slots_TLk = self._slots(rows_T, homes_TL)
+        return RoutedStep(rows_T, homes_TL, slots_TLk, time.perf_counter() - start)
+
+    def _homes(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> NDArray[np.integer] | None:
+        tokens, layers = len(rows_T), self.trace.num_layers
+        if self.spec.flow == "tp_replicated":
+            return None
+        if self.spec.flow == "dp":
+            assert queue_T is not None
+            return np.repeat(np.asarray(queue_T, dtype=np.int64)[:, None], layers, axis=1)
+        if self.spec.flow == "tp_scattered":
+            counts = np.full(self.ranks, tokens // self.ranks) + (np.arange(self.ranks) < tokens % self.ranks)
+            return np.repeat(np.repeat(np.arange(self.ranks), counts)[:, None], layers, axis=1)
+        return self._shuffled_homes(rows_T)
+
+    def _shuffled_homes(self, rows_T: NDArray[np.int64]) -> NDArray[np.integer]:
+        assert self.token_scheduler is not None
+        tokens, layers = len(rows_T), self.trace.num_layers
+        homes_TL = np.empty((tokens, layers), dtype=np.int64)
+        capacity = capacity_of(tokens, self.ranks, self.home_cap)
+        token_ids_T = self.trace.token_id_T[rows_T]
+        for layer in range(layers):
+            if self.predictor is None:
+                score_TG: Any = np.zeros((tokens, self.ranks), dtype=np.int32)
+            else:
+                history = self._history(rows_T, layer)
+                score_TG, _ = self.predictor.scores(token_ids_T, layer, history, self.placement)
+            homes_TL[:, layer] = self.token_scheduler.homes(score_TG, capacity).owner_T
+        return homes_TL
+
+    def _history(self, rows_T: NDArray[np.int64], layer: int) -> NDArray[np.integer] | None:
+        """Actual experts of the layers before, newest first (-1 absent): carried beside the all-gather."""
+        if not self.lookback:
+            return None
+        history = np.full((len(rows_T), self.lookback, self.trace.top_k), -1, dtype=np.int16)
+        for back in range(1, min(self.lookback, layer) + 1):
+            history[:, back - 1] = self.trace.experts_TLk[rows_T, layer - back]
+        return history
+
+    def _slots(self, rows_T: NDArray[np.int64], homes_TL: NDArray[np.integer] | None) -> NDArray[np.integer]:
+        if not self.placement.has_replicas:
+            return gather_slots(self.trace.experts_TLk, rows_T, self.placement.first_slot_LE)
+        assert self.replica_router is not None
+        slots_TLk = np.empty((len(rows_T), self.trace.num_layers, self.trace.top_k), dtype=np.int32)
+        for layer in range(self.trace.num_layers):
+            homes_T = np.full(len(rows_T), -1) if homes_TL is None else homes_TL[:, layer]
+            experts_Tk = self.trace.experts_TLk[rows_T, layer]
+            slots_TLk[:, layer] = self.replica_router.slots(experts_Tk, homes_T, self.placement, layer)
+        return slots_TLk
+
+
+@numba.njit(cache=True)
+def gather_slots(experts_NLk, rows_T, slot_LE):  # type: ignore[no-untyped-def]
+    """slots[t, l, j] = slot of expert experts[rows[t], l, j]: the only slot of each expert, without replicas."""
+    layers, k = experts_NLk.shape[1], experts_NLk.shape[2]
+    slots = np.empty((len(rows_T), layers, k), dtype=np.int32)
+    for t in range(len(rows_T)):
+        row = rows_T[t]
+        for layer in range(layers):
+            for j in range(k):
+                slots[t, layer, j] = slot_LE[layer, experts_NLk[row, layer, j]]
+    return slots

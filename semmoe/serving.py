@@ -1,0 +1,281 @@
+"""ServingLoop: continuous batching as one pure state machine, without a clock of its own.
+
+`submit(request, now_ms)`, `next_step(now_ms) -> StepPlan | wake_at_ms | None`, `complete(step, duration_ms, finished)`.
+The simulator drives it with predicted durations, the harness with measured ones. In attention-DP there is one queue a
+rank and all ranks step together (idle ranks hold no entry); in attention-TP one queue feeds all ranks (`queues = 1`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import UserError
+from .schedule.base import RankStates, RequestScheduler, assign_all
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. Its routes are rows token_start : token_start + prompt_len + output_len - 1 of the workload's
+    trace: the last output token is sampled but never fed back."""
+
+    id: int
+    arrival_ms: float
+    prompt_len: int
+    output_len: int
+    token_start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_len < 1 or self.output_len < 1:
+            raise UserError(
+                f"request {self.id}: prompt_len={self.prompt_len} and output_len={self.output_len} must be >= 1"
+            )
+        if not (np.isfinite(self.arrival_ms) and self.arrival_ms >= 0):
+            raise UserError(f"request {self.id}: arrival_ms={self.arrival_ms} must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """Limits of a queue: tokens a step (chunked prefill fills what decode leaves), running requests, KV tokens."""
+
+    max_batch_tokens: int = 2048
+    max_running: int = 256
+    kv_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_running", "kv_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"serving.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One forward pass. Entry i: request_N[i] on queue rank_N[i] computes count_N[i] tokens from position start_N[i];
+    phase_N[i] is PREFILL or DECODE. After it, the entry's KV length is start + count."""
+
+    index: int
+    rank_N: NDArray[np.int64]
+    request_N: NDArray[np.int64]
+    phase_N: NDArray[np.int64]
+    start_N: NDArray[np.int64]
+    count_N: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.count_N.sum())
+
+    @property
+    def kv_len_N(self) -> NDArray[np.int64]:
+        return self.start_N + self.count_N
+
+    def token_rows(self, token_start_R: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(trace row, queue) of every token of the step, in entry order."""
+        total = self.num_tokens
+        first = np.cumsum(self.count_N) - self.count_N
+        base = np.repeat(token_start_R[self.request_N] + self.start_N - first, self.count_N)
+        return base + np.arange(total), np.repeat(self.rank_N, self.count_N)
+
+
+@dataclass(eq=False)
+class _Queue:
+    waiting: deque[int] = field(default_factory=deque)
+    running: list[int] = field(default_factory=list)
+
+
+class ServingLoop:
+    """Continuous batching with chunked prefill, a KV budget and preemption by recomputation (youngest first).
+
+    scheduler: request scheduler, used when there is more than one queue; score_of(request) -> score_G or None.
+    Requests that arrived since the last step are assigned together when the next step is formed.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        queues: int,
+        limits: ServingLimits,
+        scheduler: RequestScheduler | None = None,
+        score_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
+    ) -> None:
+        if queues > 1 and scheduler is None:
+            raise UserError(f"{queues} queues need a request scheduler")
+        self.requests = list(requests)
+        for position, request in enumerate(self.requests):
+            if request.id != position:
+                raise UserError(
+                    f"requests must be numbered 0..{len(self.requests) - 1}; position {position} holds {request.id}"
+                )
+            if request.prompt_len + request.output_len > limits.kv_tokens:
+                raise UserError(
+                    f"request {request.id} needs {request.prompt_len + request.output_len} KV tokens; a rank has "
+                    f"{limits.kv_tokens} (raise serving.kv_tokens or shorten it)"
+                )
+        self.limits, self.scheduler, self.score_of = limits, scheduler, score_of
+        self.queues = [_Queue() for _ in range(queues)]
+        count = len(self.requests)
+        self.prompt_R = np.array([r.prompt_len for r in self.requests], dtype=np.int64)
+        self.output_R = np.array([r.output_len for r in self.requests], dtype=np.int64)
+        self.token_start_R = np.array([r.token_start for r in self.requests], dtype=np.int64)
+        self.arrival_ms_R = np.array([r.arrival_ms for r in self.requests], dtype=np.float64)
+        self.rank_R = np.full(count, -1, dtype=np.int64)
+        self.computed_R = np.zeros(count, dtype=np.int64)  # tokens in the KV cache
+        self.produced_R = np.zeros(count, dtype=np.int64)  # output tokens sampled
+        self.first_token_ms_R = np.full(count, np.nan)
+        self.finish_ms_R = np.full(count, np.nan)
+        self.kv_used_G = np.zeros(queues, dtype=np.int64)
+        self.preemptions = 0
+        self.steps = 0
+        self._pending: list[int] = []
+        self._in_flight: StepPlan | None = None
+        self._now_ms = 0.0
+        self._unfinished = count
+        self._submitted = np.zeros(count, dtype=bool)
+
+    @property
+    def done(self) -> bool:
+        return self._unfinished == 0
+
+    def submit(self, request: Request, now_ms: float) -> None:
+        """Hand in a request; it takes part from the next step on."""
+        if self._submitted[request.id]:
+            raise UserError(f"request {request.id} was submitted twice")
+        self._submitted[request.id] = True
+        self._now_ms = max(self._now_ms, now_ms)
+        self._pending.append(request.id)
+
+    def rank_states(self) -> RankStates:
+        """What a request scheduler sees."""
+        queued = [
+            int(sum(self._prefill_left(r) for q in (queue.waiting, queue.running) for r in q)) for queue in self.queues
+        ]
+        return RankStates(
+            np.array(queued, dtype=np.int64),
+            np.array([len(q.running) for q in self.queues], dtype=np.int64),
+            np.array([len(q.waiting) for q in self.queues], dtype=np.int64),
+            self.kv_used_G.copy(),
+            self.limits.kv_tokens,
+        )
+
+    def next_step(self, now_ms: float) -> StepPlan | float | None:
+        """The next StepPlan; or the time of the next arrival when nothing can run; or None when nothing will ever."""
+        if self._in_flight is not None:
+            raise RuntimeError(f"step {self._in_flight.index} is still in flight; complete it first")
+        self._now_ms = max(self._now_ms, now_ms)
+        self._assign_pending()
+        entries: list[tuple[int, int, int, int, int]] = []
+        for rank, queue in enumerate(self.queues):
+            self._plan_queue(rank, queue, entries)
+        if not entries:
+            future = self.arrival_ms_R[~self._submitted]
+            return float(future.min()) if len(future) else None
+        columns = np.array(entries, dtype=np.int64).T
+        self._in_flight = StepPlan(self.steps, *np.ascontiguousarray(columns))
+        self.steps += 1
+        return self._in_flight
+
+    def complete(self, step: StepPlan, duration_ms: float, finished: Iterable[int] = ()) -> None:
+        """The step took duration_ms. `finished`: requests that ended early (end-of-sequence seen by a real model)."""
+        if self._in_flight is not step:
+            raise RuntimeError(f"step {step.index} is not in flight")
+        if not duration_ms >= 0:
+            raise ValueError(f"duration_ms={duration_ms} must be a number >= 0")
+        self._in_flight = None
+        self._now_ms += duration_ms
+        ids, early = step.request_N, set(finished)
+        self.computed_R[ids] += step.count_N
+        np.add.at(self.kv_used_G, step.rank_N, step.count_N)
+        sampled = ids[self.computed_R[ids] >= self.prompt_R[ids] + self.produced_R[ids]]
+        self.produced_R[sampled] += 1
+        new = sampled[np.isnan(self.first_token_ms_R[sampled])]
+        self.first_token_ms_R[new] = self._now_ms
+        over = sampled[self.produced_R[sampled] >= self.output_R[sampled]].tolist()
+        for request in over + [r for r in early if r not in over and r in sampled]:
+            self._release(request)
+            self.finish_ms_R[request] = self._now_ms
+            self._unfinished -= 1
+
+    def _prefill_left(self, request: int) -> int:
+        return int(max(self.prompt_R[request] + self.produced_R[request] - self.computed_R[request], 0))
+
+    def _release(self, request: int) -> None:
+        rank = int(self.rank_R[request])
+        self.queues[rank].running.remove(request)
+        self.kv_used_G[rank] -= self.computed_R[request]
+
+    def _assign_pending(self) -> None:
+        if not self._pending:
+            return
+        pending = [self.requests[r] for r in self._pending]
+        self._pending = []
+        if len(self.queues) == 1:
+            ranks = [0] * len(pending)
+        else:
+            assert self.scheduler is not None
+            scores = [self.score_of(request) for request in pending] if self.score_of else []
+            stacked = np.stack([s for s in scores if s is not None]) if scores and scores[0] is not None else None
+            ranks = assign_all(self.scheduler, pending, stacked, self.rank_states())
+        for request, rank in zip(pending, ranks, strict=True):
+            if not 0 <= rank < len(self.queues):
+                raise UserError(
+                    f"request scheduler {type(self.scheduler).__name__} returned rank {rank} for request "
+                    f"{request.id}; 0..{len(self.queues) - 1} is right"
+                )
+            self.rank_R[request.id] = rank
+            self.queues[rank].waiting.append(request.id)
+
+    def _plan_queue(self, rank: int, queue: _Queue, entries: list[tuple[int, int, int, int, int]]) -> None:
+        budget, kv_free = self.limits.max_batch_tokens, int(self.limits.kv_tokens - self.kv_used_G[rank])
+        computed, prompt, produced = self.computed_R, self.prompt_R, self.produced_R
+        decoding = [
+            r
+            for r in queue.running
+            if computed[r] >= prompt[r] and produced[r] > 0 and computed[r] == prompt[r] + produced[r] - 1
+        ]
+        while len(decoding) > kv_free:
+            victim = queue.running[-1]
+            kv_free += int(computed[victim])
+            self._preempt(rank, queue, victim)
+            if victim in decoding:
+                decoding.remove(victim)
+        for request in decoding[:budget]:
+            entries.append((rank, request, DECODE, int(computed[request]), 1))
+        budget -= min(len(decoding), budget)
+        kv_free -= len(decoding)
+        decoding_set = set(decoding)
+        for request in queue.running:
+            if request in decoding_set:
+                continue
+            left = self._prefill_left(request)
+            count = max(min(left, budget, kv_free), 0)
+            if count > 0:
+                entries.append((rank, request, PREFILL, int(computed[request]), count))
+                budget -= count
+            kv_free -= left  # the rest of a started prompt stays reserved against new ones
+        while queue.waiting and budget > 0 and len(queue.running) < self.limits.max_running:
+            request = queue.waiting[0]
+            left = self._prefill_left(request)
+            if left + 1 > kv_free:
+                break
+            queue.waiting.popleft()
+            queue.running.append(request)
+            count = min(left, budget)
+            entries.append((rank, request, PREFILL, int(computed[request]), count))
+            budget -= count
+            kv_free -= left
+        if len(queue.running) > 1 and (not entries or entries[-1][0] != rank):
+            self._preempt(rank, queue, queue.running[-1])  # started prompts block each other: restart the youngest
+            self._plan_queue(rank, queue, entries)
+
+    def _preempt(self, rank: int, queue: _Queue, victim: int) -> None:
+        """Give back all KV of the youngest running request; prompt and output will be recomputed."""
+        queue.running.remove(victim)
+        queue.waiting.appendleft(victim)
+        self.kv_used_G[rank] -= self.computed_R[victim]
+        self.computed_R[victim] = 0
+        self.preemptions += 1

@@ -1,0 +1,266 @@
+"""Traffic: what one batch moves between ranks, layer by layer.
+
+The simulator makes it from routes with `count_traffic`; the harness fills the same type from what it sent.
+Arrays carry a leading axis L so that a whole forward pass is counted at once; `Traffic.layer(l)` is one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from .dispatch import METADATA_BYTES, DispatchSpec
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One exchange: rows_LGG[l, s, d] rows of row_bytes from rank s to rank d (diagonal: self-copies, never bytes).
+
+    An all-reduce has no pairs: `buffer_rows_L` rows stand on every rank, of which 2 (G - 1) / G cross its links.
+    """
+
+    op: str
+    row_bytes: float
+    rows_LGG: Int | None = None
+    buffer_rows_L: Int | None = None
+
+    def remote_rows_LGG(self) -> Int:
+        assert self.rows_LGG is not None
+        off = self.rows_LGG.copy()
+        off[:, np.arange(off.shape[1]), np.arange(off.shape[1])] = 0
+        return off
+
+    def remote_bytes_L(self, ep_size: int) -> NDArray[np.float64]:
+        """Payload bytes that leave their rank, summed over ranks."""
+        if self.buffer_rows_L is not None:
+            return np.asarray(2.0 * (ep_size - 1) * self.buffer_rows_L * self.row_bytes, dtype=np.float64)
+        return self.remote_rows_LGG().sum(axis=(1, 2)) * self.row_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Pairs, rows and collectives of one batch over L layers and G ranks. See DESIGN section 3.
+
+    homes_LG             tokens per home rank (0 in tp_replicated, where no token has a home)
+    assignment_pairs_LGG assignments from home s served on rank d; the diagonal is local
+    rank_pairs_LGG       distinct (token, serving rank) pairs
+    expert_rows_LG       rows that rank g's experts multiply; active_experts_LG slots of rank g with a row
+    """
+
+    homes_LG: Int
+    assignment_pairs_LGG: Int
+    rank_pairs_LGG: Int
+    expert_rows_LG: Int
+    active_experts_LG: Int
+    collectives: tuple[Collective, ...] = ()
+    tokens: int = 0
+    metadata_bytes: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return self.homes_LG.shape[0]
+
+    @property
+    def ep_size(self) -> int:
+        return self.homes_LG.shape[1]
+
+    def layer(self, index: int) -> Traffic:
+        """The same for one layer (arrays keep a leading axis of length 1)."""
+        cut = slice(index, index + 1)
+        parts = tuple(
+            replace(
+                c,
+                rows_LGG=None if c.rows_LGG is None else c.rows_LGG[cut],
+                buffer_rows_L=None if c.buffer_rows_L is None else c.buffer_rows_L[cut],
+            )
+            for c in self.collectives
+        )
+        return Traffic(
+            self.homes_LG[cut],
+            self.assignment_pairs_LGG[cut],
+            self.rank_pairs_LGG[cut],
+            self.expert_rows_LG[cut],
+            self.active_experts_LG[cut],
+            parts,
+            self.tokens,
+        )
+
+    def local_assignments_L(self) -> Int:
+        return np.trace(self.assignment_pairs_LGG, axis1=1, axis2=2)
+
+    def remote_rank_pairs_L(self) -> Int:
+        return self.rank_pairs_LGG.sum(axis=(1, 2)) - np.trace(self.rank_pairs_LGG, axis1=1, axis2=2)
+
+    def payload_bytes(self) -> float:
+        return float(sum(c.remote_bytes_L(self.ep_size).sum() for c in self.collectives))
+
+
+def differences(left: Traffic, right: Traffic) -> list[str]:
+    """Every place where two Traffics differ (empty: equal to the last row). The plumbing check of DESIGN section 2."""
+    found = []
+    for name in ("homes_LG", "assignment_pairs_LGG", "rank_pairs_LGG", "expert_rows_LG", "active_experts_LG"):
+        a, b = getattr(left, name), getattr(right, name)
+        if a.shape != b.shape:
+            found.append(f"{name}: shape {a.shape} against {b.shape}")
+        elif not np.array_equal(a, b):
+            where = tuple(int(i) for i in np.argwhere(a != b)[0])
+            found.append(f"{name}{list(where)}: {a[where]} against {b[where]}")
+    ops_left, ops_right = [c.op for c in left.collectives], [c.op for c in right.collectives]
+    if ops_left != ops_right:
+        return [*found, f"collectives: {ops_left} against {ops_right}"]
+    for a, b in zip(left.collectives, right.collectives, strict=True):
+        if a.row_bytes != b.row_bytes:
+            found.append(f"{a.op}: {a.row_bytes} against {b.row_bytes} bytes a row")
+        for name in ("rows_LGG", "buffer_rows_L"):
+            x, y = getattr(a, name), getattr(b, name)
+            if (x is None) != (y is None) or (x is not None and not np.array_equal(x, y)):
+                found.append(f"{a.op}.{name} differs")
+    if left.metadata_bytes != right.metadata_bytes:
+        found.append(f"metadata_bytes: {left.metadata_bytes} against {right.metadata_bytes}")
+    return found
+
+
+def count_traffic(
+    slots_TLk: NDArray[np.integer],
+    homes_TL: NDArray[np.integer] | None,
+    num_slots: int,
+    ep_size: int,
+    spec: DispatchSpec,
+) -> Traffic:
+    """Traffic of T tokens whose choices are served by `slots_TLk`, with the token at home `homes_TL` per layer.
+
+    homes_TL may be [T] (one home for all layers) or None for tp_replicated. T = 0 is a batch of idle ranks.
+    """
+    tokens, layers, _ = slots_TLk.shape
+    if (homes_TL is None) != (spec.flow == "tp_replicated"):
+        raise ValueError("homes are needed in every flow but tp_replicated")
+    if homes_TL is None:
+        rows_LG, active_LG = count_rows(slots_TLk, num_slots, ep_size)
+        zero = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
+        return with_collectives(
+            Traffic(np.zeros((layers, ep_size), dtype=np.int64), zero, zero, rows_LG, active_LG, tokens=tokens), spec
+        )
+    homes = np.broadcast_to(homes_TL[:, None], (tokens, layers)) if homes_TL.ndim == 1 else homes_TL
+    homes_LG, pairs, rank_pairs, active = count_pairs_numba(slots_TLk, np.ascontiguousarray(homes), num_slots, ep_size)
+    return with_collectives(Traffic(homes_LG, pairs, rank_pairs, pairs.sum(axis=1), active, tokens=tokens), spec)
+
+
+def with_collectives(traffic: Traffic, spec: DispatchSpec) -> Traffic:
+    """The traffic with the list of collectives that the flow and dispatcher imply, and the metadata bytes."""
+    homes_LG, ep_size = traffic.homes_LG, traffic.ep_size
+    layers = traffic.num_layers
+    if spec.flow == "tp_replicated":
+        buffer = np.full(layers, traffic.tokens, dtype=np.int64)
+        reduce = Collective("all_reduce", spec.row_bytes, buffer_rows_L=buffer)
+        return replace(traffic, collectives=(reduce, reduce))
+    inward = np.broadcast_to(homes_LG[:, None, :], (layers, ep_size, ep_size)).astype(
+        np.int64
+    )  # [l, s, d] = homes of d
+    outward = np.ascontiguousarray(inward.swapaxes(1, 2))
+    if spec.dispatcher == "allgather_rs":
+        around = (
+            Collective("dispatch", spec.dispatch_row_bytes, outward),
+            Collective("combine", spec.combine_row_bytes, inward),
+        )
+        metadata = float((homes_LG.sum(axis=1) * (ep_size - 1)).sum() * spec.top_k * METADATA_BYTES)
+    else:
+        pairs = traffic.rank_pairs_LGG if spec.dispatcher == "a2a_dedup" else traffic.assignment_pairs_LGG
+        around = (
+            Collective("dispatch", spec.dispatch_row_bytes, pairs),
+            Collective("combine", spec.combine_row_bytes, np.ascontiguousarray(pairs.swapaxes(1, 2))),
+        )
+        remote = traffic.assignment_pairs_LGG.sum() - traffic.local_assignments_L().sum()
+        metadata = float(remote * METADATA_BYTES)
+    if spec.flow == "dp":
+        return replace(traffic, collectives=around, metadata_bytes=metadata)
+    before, after = ("srs", "sag") if spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
+    ids = (Collective("expert_ids", spec.top_k * 2.0, outward),) if spec.carry_expert_ids else ()
+    return replace(
+        traffic,
+        metadata_bytes=metadata,
+        collectives=(
+            Collective(before, spec.row_bytes, inward),
+            *around,
+            Collective(after, spec.row_bytes, outward),
+            *ids,
+        ),
+    )
+
+
+@numba.njit(cache=True)
+def count_pairs_numba(slots_TLk, homes_TL, num_slots, ep_size):  # type: ignore[no-untyped-def]
+    """(homes_LG, assignment_pairs_LGG, rank_pairs_LGG, active_experts_LG); see count_pairs_numpy for the definition."""
+    tokens, layers, k = slots_TLk.shape
+    per_rank = num_slots // ep_size
+    rank_of = np.empty(num_slots, dtype=np.int64)
+    for p in range(num_slots):
+        rank_of[p] = p // per_rank
+    homes = np.zeros((layers, ep_size), dtype=np.int64)
+    pairs = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
+    distinct = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
+    hit = np.zeros((layers, num_slots), dtype=np.uint8)
+    seen = np.full(ep_size, -1, dtype=np.int64)
+    stamp = 0
+    for t in range(tokens):
+        for layer in range(layers):
+            home = homes_TL[t, layer]
+            homes[layer, home] += 1
+            for j in range(k):
+                slot = slots_TLk[t, layer, j]
+                rank = rank_of[slot]
+                hit[layer, slot] = 1
+                pairs[layer, home, rank] += 1
+                if seen[rank] != stamp:
+                    seen[rank] = stamp
+                    distinct[layer, home, rank] += 1
+            stamp += 1
+    active = np.zeros((layers, ep_size), dtype=np.int64)
+    for layer in range(layers):
+        for p in range(num_slots):
+            active[layer, rank_of[p]] += hit[layer, p]
+    return homes, pairs, distinct, active
+
+
+def count_pairs_numpy(
+    slots_TLk: NDArray[np.integer], homes_TL: NDArray[np.integer], num_slots: int, ep_size: int
+) -> tuple[Int, Int, Int, Int]:
+    """The plain reference that the tests hold `count_pairs_numba` to."""
+    _, layers, _ = slots_TLk.shape
+    rank_TLk = slots_TLk // (num_slots // ep_size)
+    serves_TLG = (rank_TLk[..., None] == np.arange(ep_size)).sum(axis=2)
+    home_TLG = homes_TL[..., None] == np.arange(ep_size)
+    homes = home_TLG.sum(axis=0)
+    pairs = np.einsum("tls,tld->lsd", home_TLG.astype(np.int64), serves_TLG)
+    distinct = np.einsum("tls,tld->lsd", home_TLG.astype(np.int64), (serves_TLG > 0).astype(np.int64))
+    active = np.array(
+        [
+            [len(np.unique(s[s // (num_slots // ep_size) == g])) for g in range(ep_size)]
+            for s in (slots_TLk[:, layer].ravel() for layer in range(layers))
+        ],
+        dtype=np.int64,
+    )
+    return homes, pairs, distinct, active
+
+
+@numba.njit(cache=True)
+def count_rows(slots_TLk, num_slots, ep_size):  # type: ignore[no-untyped-def]
+    """(expert_rows_LG, active_experts_LG) without homes."""
+    tokens, layers, k = slots_TLk.shape
+    per_rank = num_slots // ep_size
+    hits = np.zeros((layers, num_slots), dtype=np.int64)
+    for t in range(tokens):
+        for layer in range(layers):
+            for j in range(k):
+                hits[layer, slots_TLk[t, layer, j]] += 1
+    rows = np.zeros((layers, ep_size), dtype=np.int64)
+    active = np.zeros((layers, ep_size), dtype=np.int64)
+    for layer in range(layers):
+        for p in range(num_slots):
+            rows[layer, p // per_rank] += hits[layer, p]
+            active[layer, p // per_rank] += hits[layer, p] > 0
+    return rows, active

@@ -1,0 +1,1 @@
+"""Discrete-event simulator: the shared core's plans and traffic, timed by a cost model."""
