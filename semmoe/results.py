@@ -1,0 +1,210 @@
+"""ResultTable: the one schema of a result row, for both backends.
+
+One file per run and repeat, written atomically: a stopped sweep leaves whole rows and continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .errors import UserError, nearest
+
+TIMED = (
+    "plan",
+    "gate",
+    "attention",
+    "permute",
+    "srs",
+    "dispatch",
+    "experts",
+    "combine",
+    "sag",
+    "other",
+    "layer",
+    "step",
+)
+SERVED = ("ttft", "tpot", "e2e")
+QUANTILES = (50, 90, 99)
+OPS = ("srs", "sag", "reduce_scatter", "all_gather", "all_reduce", "dispatch", "combine", "expert_ids")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the schema: its kind ("str", "int", "float") and what it means, unit included."""
+
+    kind: str
+    meaning: str
+    required: bool = False
+
+
+def _columns() -> dict[str, Column]:
+    columns = {
+        "config_id": Column("str", "hash of the swept axes, model, trace digest and seed; joins the backends", True),
+        "backend": Column("str", "simulator or harness", True),
+        "run": Column("str", "name of the run (folder under results/runs)", True),
+        "transport": Column("str", "collective, shared, virtual, symmetric; 'modelled' in the simulator", True),
+        "kernel_path": Column("str", "torch (timed twin), triton, interpreter; 'cost_model' in the simulator", True),
+        "commit": Column("str", "git commit of the code, '+' appended when the tree had changes"),
+        "seed": Column("int", "seed of split, workload and policies", True),
+        "repeat": Column("int", "number of the repeat, from 0", True),
+        "environment": Column("str", "machine, library versions, load: compact JSON"),
+        "cluster": Column("str", "name of the cluster preset or calibration", True),
+        "cluster_digest": Column("str", "hash of the cluster's whole content", True),
+        "model": Column("str", "model name", True),
+        "trace": Column("str", "file name of the trace", True),
+        "trace_digest": Column("str", "content hash of the trace", True),
+        "flow": Column("str", "dp, tp_replicated, tp_scattered or tp_shuffled", True),
+        "dispatcher": Column("str", "dispatcher, 'none' in tp_replicated", True),
+        "ep_size": Column("int", "ranks of the expert-parallel group", True),
+        "slots": Column("int", "expert slots a layer over all ranks", True),
+        "placement": Column("str", "placement policy", True),
+        "predictor": Column("str", "predictor", True),
+        "replica_router": Column("str", "replica router", True),
+        "request_scheduler": Column("str", "request scheduler; '-' where the flow has none", True),
+        "token_scheduler": Column("str", "token scheduler; '-' where the flow has none", True),
+        "home_cap": Column("float", "most tokens on a home rank over the mean"),
+        "workload": Column("str", "batches or serve", True),
+        "rate_rps": Column("float", "offered requests a second (serve)"),
+        "batch_tokens": Column("int", "tokens a batch over all ranks (batches)"),
+        "dtype": Column("str", "activation dtype", True),
+        "scope": Column("str", "moe_layers or full_model: what a step executes", True),
+        "axes": Column("str", "every swept axis: canonical JSON whose hash is config_id", True),
+        "tokens": Column("int", "tokens counted, over all steps", True),
+        "steps": Column("int", "steps or batches executed", True),
+    }
+    for when, source in (
+        ("planned", "from the profile alone, before any held-out route"),
+        ("replayed", "held-out routes in the simulator"),
+        ("measured", "counted in what the harness sent"),
+    ):
+        columns[f"lar_{when}"] = Column("float", f"local activation rate, {source}")
+        columns[f"fan_out_{when}"] = Column("float", f"distinct remote ranks a token, {source}")
+        columns[f"bytes_per_token_{when}"] = Column("float", f"payload bytes a token over all layers, {source}")
+    columns |= {
+        "lar_per_layer": Column("str", "LAR of each MoE layer: JSON list"),
+        "fan_out_per_layer": Column("str", "fan-out of each MoE layer: JSON list"),
+        "imbalance_step": Column("float", "mean over steps and layers of max/mean expert rows a rank"),
+        "imbalance_total": Column("float", "max/mean expert rows a rank over the whole set, mean over layers"),
+        "home_imbalance": Column("float", "max/mean tokens a home rank over the whole set, mean over layers"),
+        "active_experts": Column("float", "experts with a row on the busiest rank, mean over steps and layers"),
+        "node_bytes": Column("float", "payload bytes inside a node, all steps"),
+        "nic_bytes": Column("float", "payload bytes between nodes, all steps"),
+        "metadata_bytes": Column("float", "slot ids and gate weights that travelled, all steps"),
+        "route_flips": Column("float", "share of (token, layer) whose free gate differs from the trace (harness)"),
+        "output_error": Column("float", "relative norm against the single-process reference (harness)"),
+    }
+    columns |= {f"{op}_bytes": Column("float", f"payload bytes of {op}, all steps") for op in OPS}
+    for name in TIMED:
+        whole = {"layer": "one MoE layer end to end", "step": "one forward pass"}.get(
+            name, f"{name} phase of one MoE layer"
+        )
+        columns[f"{name}_ms"] = Column("float", f"{whole}, mean, slowest rank")
+        columns |= {f"{name}_ms_p{q}": Column("float", f"{whole}, {q}th percentile") for q in QUANTILES}
+    for name in SERVED:
+        columns[f"{name}_ms"] = Column("float", f"{name} over requests, mean")
+        columns |= {f"{name}_ms_p{q}": Column("float", f"{name} over requests, {q}th percentile") for q in QUANTILES}
+    columns |= {
+        "layer_ms_ci_low": Column("float", "layer_ms, lower end of the 95 % bootstrap interval"),
+        "layer_ms_ci_high": Column("float", "layer_ms, upper end of the 95 % bootstrap interval"),
+        "throughput_rps": Column("float", "finished requests a second"),
+        "goodput_rps": Column("float", "finished requests a second within the SLO"),
+        "preemptions": Column("int", "requests restarted for lack of KV cache"),
+        "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
+        "steps_file": Column("str", "log of the step plans beside the row, for simulate replay="),
+    }
+    return columns
+
+
+COLUMNS = _columns()
+
+
+def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
+    """The row with every value in its column's kind; UserError for an unknown, missing or mistyped column."""
+    checked: dict[str, Any] = {}
+    for name, value in row.items():
+        if name not in COLUMNS:
+            raise UserError(f"{where}: unknown column '{name}'{nearest(name, COLUMNS)}")
+        kind = COLUMNS[name].kind
+        try:
+            if value is None or (kind != "str" and isinstance(value, float) and math.isnan(value)):
+                checked[name] = None
+            else:
+                checked[name] = {"str": str, "int": int, "float": float}[kind](value)
+        except (TypeError, ValueError):
+            raise UserError(f"{where}: column {name} holds {value!r}; {kind} is right") from None
+    missing = [name for name, column in COLUMNS.items() if column.required and checked.get(name) is None]
+    if missing:
+        raise UserError(f"{where}: lacks {', '.join(missing)}")
+    return checked
+
+
+def row_path(folder: str | Path, row: Mapping[str, Any]) -> Path:
+    """File of a row: one per backend, cluster, configuration and repeat."""
+    return Path(folder) / f"{row['backend']}-{row['cluster']}-{row['config_id']}-r{row['repeat']}.json"
+
+
+def write_row(folder: str | Path, row: Mapping[str, Any]) -> Path:
+    """Check and write one row atomically; UserError when the folder cannot be written (a full disk: nothing half-done)."""
+    path = row_path(folder, row)
+    text = json.dumps(check_row(row, str(path)), indent=1, allow_nan=False)
+    write_atomically(path, text)
+    return path
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or all of the new."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); finished rows are kept, "
+            "run the same command again to continue"
+        ) from None
+
+
+def read_rows(folders: Iterable[str | Path]) -> pd.DataFrame:
+    """All rows of these run folders (or single row files) as one table with every column of the schema."""
+    rows = []
+    for folder in folders:
+        folder = Path(folder)
+        if not folder.exists():
+            raise UserError(f"{folder}: no such run; `semmoe simulate` and `semmoe measure` write to results/runs/NAME")
+        files = [folder] if folder.is_file() else sorted(folder.glob("*-r*.json"))
+        for file in files:
+            try:
+                rows.append(check_row(json.loads(file.read_text()), str(file)))
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{file}: not a result row ({error}); delete the file and run the command again"
+                ) from None
+    if not rows:
+        raise UserError(f"{', '.join(str(f) for f in folders)}: holds no result rows")
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def summary_ms(name: str, values: Any) -> dict[str, float]:
+    """{name_ms, name_ms_p50, _p90, _p99} of samples in milliseconds (nothing for none)."""
+    series = pd.Series(values, dtype=float).dropna()
+    if series.empty:
+        return {}
+    quantiles = series.quantile([q / 100 for q in QUANTILES])
+    return {
+        f"{name}_ms": float(series.mean()),
+        **{f"{name}_ms_p{q}": float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
+    }
