@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from semmoe.errors import UserError
+
 DOMAINS = ("source", "docstrings")
 MIN_CHARACTERS = 200  # shorter documents (empty __init__ files) teach nothing
 # Tests repeat themselves, the others are tables rather than prose or code.
@@ -83,14 +85,12 @@ def is_held_out(file: Path, fraction: float, seed: int) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def load_corpus(
-    held_out_fraction: float = 0.1,
-    seed: int = 0,
-    root: Path | None = None,
-) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents in sorted order of their files."""
+def load_corpus(part: str, held_out_fraction: float = 0.1, seed: int = 0, root: Path | None = None) -> list[Document]:
+    """Documents of one part ("train" or "held_out") in sorted order of their files."""
+    if part not in ("train", "held_out"):
+        raise UserError(f"part={part!r} must be 'train' or 'held_out'")
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = stdlib_files(root)
-    held_out = [path for path in files if is_held_out(path, held_out_fraction, seed)]
-    train = [path for path in files if not is_held_out(path, held_out_fraction, seed)]
-    return documents_of(root, train), documents_of(root, held_out)
+    wanted = part == "held_out"
+    return documents_of(
+        root, [path for path in stdlib_files(root) if is_held_out(path, held_out_fraction, seed) == wanted]
+    )

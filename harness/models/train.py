@@ -144,7 +144,9 @@ def streams_of(documents: list[Document], folder: Path) -> list[np.ndarray]:
 def train(options: TrainOptions) -> TinyModel:
     torch.manual_seed(options.seed)
     folder = Path(options.out)
-    train_documents, held_out_documents = load_corpus(options.held_out_fraction, options.seed)
+    train_documents, held_out_documents = (
+        load_corpus(part, options.held_out_fraction, options.seed) for part in ("train", "held_out")
+    )
     config = TinyConfig()
     state_path = Path(options.state)
     if not (state_path.is_file() and (folder / "tokenizer.json").is_file()):
