@@ -152,7 +152,7 @@ def row_path(folder: str | Path, row: Mapping[str, Any]) -> Path:
 
 
 def write_row(folder: str | Path, row: Mapping[str, Any]) -> Path:
-    """Check and write one row atomically; UserError when the folder cannot be written (a full disk: nothing half-done)."""
+    """Check and write one row atomically; UserError when that fails (full disk: nothing half-done)."""
     path = row_path(folder, row)
     text = json.dumps(check_row(row, str(path)), indent=1, allow_nan=False)
     write_atomically(path, text)

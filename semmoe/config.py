@@ -1,0 +1,162 @@
+"""Compose configurations with Hydra: overrides, `-m` sweeps, experiments with a `sweep`, plug-ins.
+
+Hydra's compose API is used instead of its launcher, so that one command sees all configurations of a sweep at once:
+one pool of rank processes, one progress bar, and rows that exist already are not made again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError, nearest
+
+
+def conf_dir() -> Path:
+    """The directory of the config tree: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "conf", here.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise UserError(f"{here}: the config tree conf/ is missing from this installation; install semmoe again")
+
+
+def group_options(group: str) -> list[str]:
+    """Names that a config group offers."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+
+
+def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[str, Any]]:
+    """One resolved config per point of the sweep, in order.
+
+    A comma in an override sweeps over its values (needs -m); an experiment's `sweep` list adds products of its own,
+    in which a key that the command line sets keeps the command line's value.
+    """
+    from hydra import initialize_config_dir
+
+    products = _expand(overrides, multirun)
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        configs = []
+        for point in products:
+            base = _compose(point)
+            for extra in _experiment_points(base.get("sweep") or [], point):
+                configs.append(_compose([*point, *extra]) if extra else base)
+    for config in configs:
+        config.pop("sweep", None)
+        config.pop("experiment", None)
+    return configs
+
+
+def _expand(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(f"override not understood: {str(error).splitlines()[0]}; key=value is right") from None
+    axes = []
+    for override in parsed:
+        if not override.is_sweep_override():
+            axes.append([override.input_line or ""])
+        elif not multirun:
+            raise UserError(f"'{override.input_line}' names several values; add -m to sweep over them")
+        else:
+            key = override.get_key_element()
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def _experiment_points(sweep: Any, fixed: Sequence[str]) -> list[list[str]]:
+    if not isinstance(sweep, list) or not all(isinstance(block, dict) for block in sweep):
+        raise UserError("sweep must be a list of mappings such as [{placement: [contiguous, semantic]}]")
+    set_keys = {override.split("=", 1)[0].lstrip("+~") for override in fixed}
+    points = []
+    for block in sweep:
+        axes = []
+        for key, values in block.items():
+            values = values if isinstance(values, list) else [values]
+            axes.append([] if key in set_keys else [f"{key}={value}" for value in values])
+        points += [list(point) for point in itertools.product(*(axis for axis in axes if axis))]
+    unique = list(dict.fromkeys(tuple(point) for point in points))
+    return [list(point) for point in unique] or [[]]
+
+
+def _compose(overrides: Sequence[str]) -> dict[str, Any]:
+    from hydra import compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = compose("config", overrides=list(overrides))
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(str(error), overrides)) from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _explain(message: str, overrides: Sequence[str]) -> str:
+    """Hydra's error in one line, with the nearest known key or option."""
+    unknown = re.search(r"Could not override '([^']+)'", message)
+    if unknown:
+        key = unknown.group(1)
+        return f"unknown config key '{key}'{_nearest_key(key)}"
+    option = re.search(r"Could not find '([^/']+)/([^']+)'", message)
+    if option:
+        group, name = option.groups()
+        return f"{group}={name}: no such option{nearest(name, group_options(group))}"
+    group_key = re.search(r"[Nn]o match for '([^']+)' in the defaults list|You must specify '([^=]+)=", message)
+    if group_key:
+        key = group_key.group(1) or group_key.group(2)
+        return f"unknown config key '{key}'{_nearest_key(key)}"
+    missing = re.search(r"Missing mandatory value: (\S+)", message)
+    if missing:
+        return f"{missing.group(1)} has no value; set it on the command line"
+    return f"{message.strip().splitlines()[0]} (overrides: {' '.join(overrides)})"
+
+
+def _nearest_key(key: str) -> str:
+    from omegaconf import OmegaConf
+
+    known: set[str] = set(groups())
+
+    def walk(node: Any, prefix: str) -> None:
+        for name, value in node.items():
+            known.add(prefix + str(name))
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+
+    walk(OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml")), "")
+    known.discard("defaults")
+    return nearest(key, known)
+
+
+POLICY_GROUPS = ("placement", "predictor", "replica_router", "request_scheduler", "token_scheduler")
+
+
+def list_policies() -> str:
+    """Every option of the policy groups with the first line of its class's docstring."""
+    from hydra.utils import get_class
+    from omegaconf import OmegaConf
+
+    lines = []
+    for group in POLICY_GROUPS:
+        lines.append(f"{group}=")
+        for name in group_options(group):
+            config = OmegaConf.load(conf_dir() / group / f"{name}.yaml")
+            target = config.get("_target_")
+            about = (get_class(target).__doc__ or "").strip().splitlines()[0] if target else "none"
+            lines.append(f"  {name:18s} {about}")
+    lines.append(
+        "your own: GROUP._target_=my_module.MyClass (a class with the protocol's methods in the working directory)"
+    )
+    return "\n".join(lines)
