@@ -9,7 +9,7 @@ from .base import Plan
 
 
 class NoShuffle:
-    """Chunk r of the T tokens, in order, on rank r; the first T mod G chunks hold one token more. Scores are ignored."""
+    """Chunk r of the T tokens, in order, on rank r; the first T mod G chunks hold one more. Scores are ignored."""
 
     def homes(self, score_TG: NDArray[np.int32], capacity: int) -> Plan:
         tokens, ranks = score_TG.shape

@@ -35,7 +35,7 @@ def instances(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     capacity = np.full(ranks, -(-items // ranks))
     if draw(st.booleans()):
         capacity = capacity + rng.integers(0, 4, size=ranks)
-    if draw(st.booleans()) and ranks > 1:
+    if draw(st.booleans()) and ranks > 2:
         capacity[1] += capacity[-1]  # unequal ranks, one of them closed
         capacity[-1] = 0
     return score, capacity

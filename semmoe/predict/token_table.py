@@ -1,0 +1,143 @@
+"""Token table: how often each token id activated each expert, smoothed (the paper's table T, section 3.2).
+
+P[u, e] = (N_u p_u[e] + kappa p_0[e]) / (N_u + kappa), with N_u the training count of token type u, p_u its share of
+choices that went to e and p_0 the same over all tokens: rare types lean on the marginal, unseen ones are the marginal.
+A look-up is one gather from a table [U + 1, G] that is made once per layer and placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from ..placement.base import Placement
+from ..profile import Profile
+from .base import FIXED_POINT, ExpertPredictor
+
+
+@dataclass(frozen=True, eq=False)
+class _RankTables:
+    """Scores of one placement: score_LUG int32 fixed point and best_LU float32; row U is the unseen token."""
+
+    score_LUG: NDArray[np.int32]
+    best_LU: NDArray[np.float32]
+    request_UG: NDArray[np.int64]  # summed over layers
+
+
+class TokenTable(ExpertPredictor):
+    """Predictor from the token id alone. kappa: weight of the marginal, in tokens."""
+
+    lookback = 0
+
+    def __init__(self, kappa: float = 2.0) -> None:
+        if not kappa > 0:
+            raise UserError(f"predictor.kappa={kappa} must be positive (pseudo-count of the marginal)")
+        self.kappa = kappa
+        self._tables: tuple[Placement, _RankTables] | None = None
+
+    def fit(self, profile: Profile) -> None:
+        self.profile = profile
+        self.top_k = profile.trace.top_k
+        types = len(profile.token_ids_U)
+        self.row_V = np.full(profile.trace.vocab_size, types, dtype=np.int32)
+        self.row_V[profile.token_ids_U] = np.arange(types)
+        self._tables = None
+        self._share: dict[int, NDArray[np.float32]] = {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes that a look-up touches: the vocabulary index and the score tables of the placement in use."""
+        tables = 0 if self._tables is None else self._tables[1].score_LUG.nbytes
+        return int(self.row_V.nbytes + tables)
+
+    def rows(self, token_ids_T: NDArray[np.integer]) -> NDArray[np.int32]:
+        """Table row of every token (U for one that training never saw). UserError for an id outside the vocabulary."""
+        try:
+            return self.row_V[token_ids_T]
+        except IndexError:
+            raise UserError(
+                f"token id {int(np.max(token_ids_T))} outside the vocabulary of {len(self.row_V)} that the token table "
+                "was fitted on; is this a trace of another model?"
+            ) from None
+
+    def experts(
+        self, token_ids_T: NDArray[np.integer], layer: int, history: NDArray[np.integer] | None
+    ) -> NDArray[np.float32]:
+        """P [T, E]: each row sums to 1."""
+        if layer not in self._share:
+            counts_UE = self.profile.token_counts_UE(layer).astype(np.float64)
+            prior_E = self._prior(layer)
+            tokens_U = self.profile.token_count_U[:, None]
+            share = (counts_UE / self.top_k + self.kappa * prior_E) / (tokens_U + self.kappa)
+            self._share[layer] = np.vstack([share, prior_E]).astype(np.float32)
+        return self._share[layer][self.rows(token_ids_T)]
+
+    def scores(
+        self, token_ids_T: NDArray[np.integer], layer: int, history: NDArray[np.integer] | None, placement: Placement
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        tables = self._for(placement)
+        row_T = self.rows(token_ids_T)
+        return tables.score_LUG[layer][row_T], tables.best_LU[layer][row_T]
+
+    def request_scores(self, token_ids_T: NDArray[np.integer], placement: Placement) -> NDArray[np.int64]:
+        """score_G: fixed-point expected local assignments of these tokens on each rank, summed over layers."""
+        tables = self._for(placement)
+        return np.asarray(tables.request_UG[self.rows(token_ids_T)].sum(axis=0))
+
+    def _prior(self, layer: int) -> NDArray[np.float64]:
+        load_E = self.profile.load_LE[layer]
+        return np.asarray(load_E / load_E.sum())
+
+    def _for(self, placement: Placement) -> _RankTables:
+        """The tables of this placement object; the last one is kept."""
+        if self._tables is None or self._tables[0] is not placement:
+            layers, types, ranks = placement.num_layers, len(self.profile.token_ids_U), placement.ep_size
+            score = np.empty((layers, types + 1, ranks), dtype=np.int32)
+            best = np.empty((layers, types + 1), dtype=np.float32)
+            for layer in range(layers):
+                rank_scores(
+                    self.profile.type_T,
+                    self.profile.trace.experts_TLk[:, layer],
+                    self.profile.token_count_U,
+                    placement.rank_mask_LEG[layer],
+                    self._prior(layer),
+                    self.kappa,
+                    score[layer],
+                    best[layer],
+                )
+            self._tables = placement, _RankTables(score, best, score.sum(axis=0, dtype=np.int64))
+        return self._tables[1]
+
+
+@numba.njit(cache=True)
+def rank_scores(type_T, experts_Tk, tokens_U, mask_EG, prior_E, kappa, score_UG, best_U):  # type: ignore[no-untyped-def]
+    """Fill score_UG = round(2^16 k sum of P over the experts of rank g) and best_U = the largest share of a rank.
+
+    Sums run over integer counts, then one division: every machine gets the same fixed-point scores.
+    """
+    tokens, k = experts_Tk.shape
+    experts, ranks = mask_EG.shape
+    types = len(tokens_U)
+    local_UG = np.zeros((types + 1, ranks), dtype=np.int64)
+    for t in range(tokens):
+        for j in range(k):
+            for g in range(ranks):
+                if mask_EG[experts_Tk[t, j], g]:
+                    local_UG[type_T[t], g] += 1
+    prior_G = np.zeros(ranks, dtype=np.float64)
+    for e in range(experts):
+        for g in range(ranks):
+            if mask_EG[e, g]:
+                prior_G[g] += prior_E[e]
+    for u in range(types + 1):
+        seen = tokens_U[u] if u < types else 0
+        best = 0.0
+        for g in range(ranks):
+            share = (local_UG[u, g] / k + kappa * prior_G[g]) / (seen + kappa)
+            score_UG[u, g] = np.int32(np.rint(share * k * FIXED_POINT))
+            best = max(best, share)
+        best_U[u] = best
