@@ -221,11 +221,6 @@ class ServingLoop:
             stacked = np.stack([s for s in scores if s is not None]) if scores and scores[0] is not None else None
             ranks = assign_all(self.scheduler, pending, stacked, self.rank_states())
         for request, rank in zip(pending, ranks, strict=True):
-            if not 0 <= rank < len(self.queues):
-                raise UserError(
-                    f"request scheduler {type(self.scheduler).__name__} returned rank {rank} for request "
-                    f"{request.id}; 0..{len(self.queues) - 1} is right"
-                )
             self.rank_R[request.id] = rank
             self.queues[rank].waiting.append(request.id)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UserError
+
 if TYPE_CHECKING:
     from ..serving import Request
 
@@ -88,18 +90,35 @@ def capacity_of(tokens: int, ranks: int, home_cap: float) -> int:
 
 
 def assign_all(
-    scheduler: RequestScheduler, requests: Sequence[Request], score_RG: NDArray[np.integer] | None, ranks: RankStates
+    scheduler: RequestScheduler, requests: Sequence[Request], score_RG: NDArray[np.int64] | None, ranks: RankStates
 ) -> list[int]:
-    """Assign a window of requests through assign_window where the scheduler has it, else one by one."""
+    """Assign a window of requests through assign_window where the scheduler has it, else one by one.
+
+    UserError when the scheduler returns anything but one rank a request.
+    """
     window = getattr(scheduler, "assign_window", None)
     if window is not None:
-        return [int(rank) for rank in window(requests, score_RG, None, ranks)]
+        chosen = [
+            _checked(scheduler, rank, r, ranks.ranks)
+            for rank, r in zip(window(requests, score_RG, None, ranks), requests, strict=True)
+        ]
+        return chosen
     chosen = []
     for i, request in enumerate(requests):
-        rank = int(scheduler.assign(request, None if score_RG is None else score_RG[i], None, ranks))
+        rank = scheduler.assign(request, None if score_RG is None else score_RG[i], None, ranks)
+        rank = _checked(scheduler, rank, request, ranks.ranks)
         chosen.append(rank)
         queued, waiting = ranks.queued_tokens_G.copy(), ranks.waiting_G.copy()
         queued[rank] += request.prompt_len
         waiting[rank] += 1
         ranks = RankStates(queued, ranks.running_G, waiting, ranks.kv_tokens_G, ranks.kv_capacity)
     return chosen
+
+
+def _checked(scheduler: RequestScheduler, rank: int, request: Request, ranks: int) -> int:
+    if not isinstance(rank, (int, np.integer)) or not 0 <= rank < ranks:
+        raise UserError(
+            f"request scheduler {type(scheduler).__name__} returned rank {rank} for request {request.id}; "
+            f"0..{ranks - 1} is right"
+        )
+    return int(rank)

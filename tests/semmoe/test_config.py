@@ -1,0 +1,58 @@
+"""The command line's configuration: sweeps, experiments, and errors that name the nearest right word."""
+
+from __future__ import annotations
+
+import pytest
+
+from semmoe.config import compose_all, group_options, groups, list_policies
+from semmoe.errors import UserError
+
+
+def test_default_config_resolves_to_one_point():
+    (config,) = compose_all([])
+    assert config["placement"]["_target_"].endswith("Contiguous") and "sweep" not in config
+
+
+def test_every_option_of_every_group_composes():
+    for group in groups():
+        for option in group_options(group):
+            extra = ["trace.path=x"] if (group, option) == ("trace", "file") else []
+            extra += ["model.path=x"] if (group, option) == ("model", "hf") else []
+            assert compose_all([f"{group}={option}", *extra])
+
+
+def test_multirun_is_the_product_of_its_axes():
+    configs = compose_all(["placement=contiguous,strided", "seed=1,2,3"], multirun=True)
+    assert [(c["placement"]["_target_"].split(".")[2], c["seed"]) for c in configs] == [
+        (p, s) for p in ("contiguous", "strided") for s in (1, 2, 3)
+    ]
+
+
+def test_sweep_blocks_of_an_experiment_are_products_and_the_command_line_wins():
+    block = "sweep=[{placement:[contiguous,strided],seed:[1,2]},{placement:[random]}]"
+    assert len(compose_all([block])) == 5
+    assert {c["seed"] for c in compose_all([block, "seed=7"])} == {7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placemnt=x"], r"unknown config key 'placemnt' \(did you mean 'placement'"),
+        (["seeed=1"], r"unknown config key 'seeed' \(did you mean 'seed'"),
+        (["serving.max_runing=3"], r"did you mean 'serving\.max_running'"),
+        (["placement=contigous"], r"placement=contigous: no such option \(did you mean 'contiguous'"),
+        (["placement=contiguous,strided"], "add -m"),
+        (["a b"], "not understood"),
+        (["trace=file"], r"trace\.path has no value"),
+        (["sweep=3"], "sweep must be a list"),
+    ],
+)
+def test_errors_name_the_nearest_right_word(overrides, message):
+    with pytest.raises(UserError, match=message):
+        compose_all(overrides)
+
+
+def test_policies_are_listed_with_what_they_do():
+    text = list_policies()
+    for word in ("contiguous", "semantic", "eplb", "round_robin", "token_table"):
+        assert word in text

@@ -1,0 +1,153 @@
+"""Traffic: the fast counting equals the plain one, and every flow's collectives are what DESIGN says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semmoe.dispatch import DISPATCHERS, DispatchSpec, valid_pairs
+from semmoe.errors import UserError
+from semmoe.locality import LocalityMeter
+from semmoe.traffic import count_pairs_numba, count_pairs_numpy, count_traffic, differences
+
+
+def routes(tokens: int, layers: int, slots: int, k: int, ranks: int, seed: int):
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((tokens, layers, slots)), axis=2)[:, :, :k], rng.integers(0, ranks, (tokens, layers))
+
+
+def spec(flow: str = "dp", dispatcher: str | None = "a2a_dedup", **changes) -> DispatchSpec:
+    return DispatchSpec(flow=flow, dispatcher=dispatcher, hidden=256, top_k=2, **changes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6))
+def test_numba_counting_equals_numpy(tokens, layers, per_rank, ranks, seed):
+    k = min(3, per_rank * ranks)
+    slots, homes = routes(tokens, layers, per_rank * ranks, k, ranks, seed)
+    for fast, plain in zip(
+        count_pairs_numba(slots, homes, per_rank * ranks, ranks),
+        count_pairs_numpy(slots, homes, per_rank * ranks, ranks),
+        strict=True,
+    ):
+        assert np.array_equal(fast, plain)
+
+
+def test_hand_counted_example():
+    # 2 ranks x 2 slots; token 0 at home 0 uses slots 0, 2; token 1 at home 0 uses 2, 3; token 2 at home 1 uses 2, 3
+    slots = np.array([[[0, 2]], [[2, 3]], [[2, 3]]])
+    traffic = count_traffic(slots, np.array([0, 0, 1]), 4, 2, spec())
+    assert traffic.homes_LG.tolist() == [[2, 1]]
+    assert traffic.assignment_pairs_LGG.tolist() == [[[1, 3], [0, 2]]]
+    assert traffic.rank_pairs_LGG.tolist() == [[[1, 2], [0, 1]]]
+    assert traffic.expert_rows_LG.tolist() == [[1, 5]]
+    assert traffic.active_experts_LG.tolist() == [[1, 2]]
+    meter = LocalityMeter(1, 2)
+    meter.add(traffic)
+    columns = meter.columns()
+    assert columns["lar"] == pytest.approx(3 / 6)
+    assert columns["fan_out"] == pytest.approx(2 / 3)
+    assert columns["imbalance_total"] == pytest.approx(5 / 3)
+    assert columns["home_imbalance"] == pytest.approx(2 / 1.5)
+    assert columns["dispatch_bytes"] == 2 * 256 * 2 == columns["combine_bytes"]
+    assert columns["metadata_bytes"] == 3 * 8
+
+
+def collectives(flow: str, dispatcher: str | None, **changes):
+    slots, homes = routes(12, 2, 8, 2, 4, 0)
+    traffic = count_traffic(slots, None if flow == "tp_replicated" else homes, 8, 4, spec(flow, dispatcher, **changes))
+    return traffic, {c.op: c for c in traffic.collectives}
+
+
+def test_allgather_moves_every_row_everywhere_whatever_the_routes():
+    traffic, ops = collectives("dp", "allgather_rs")
+    for layer in range(2):
+        homes = traffic.homes_LG[layer]
+        assert np.array_equal(ops["dispatch"].rows_LGG[layer], np.repeat(homes[:, None], 4, axis=1))
+        assert np.array_equal(ops["combine"].rows_LGG[layer], np.repeat(homes[None, :], 4, axis=0))
+    assert ops["dispatch"].remote_bytes_L(4).tolist() == [12 * 3 * 512.0] * 2
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS[1:])
+def test_combine_mirrors_dispatch(dispatcher):
+    traffic, ops = collectives("dp", dispatcher)
+    assert np.array_equal(ops["dispatch"].rows_LGG, ops["combine"].rows_LGG.swapaxes(1, 2))
+    expected = traffic.rank_pairs_LGG if dispatcher == "a2a_dedup" else traffic.assignment_pairs_LGG
+    assert np.array_equal(ops["dispatch"].rows_LGG, expected)
+
+
+def test_srs_and_sag_volumes_are_those_of_the_design():
+    traffic, ops = collectives("tp_shuffled", "a2a_dedup", carry_expert_ids=True)
+    for rank in range(4):
+        n_r, total = traffic.homes_LG[0, rank], 12
+        srs, sag = ops["srs"].remote_rows_LGG()[0], ops["sag"].remote_rows_LGG()[0]
+        assert srs[:, rank].sum() == 3 * n_r and srs[rank].sum() == total - n_r
+        assert sag[rank].sum() == 3 * n_r and sag[:, rank].sum() == total - n_r
+    assert ops["expert_ids"].row_bytes == 4
+
+
+def test_replicated_flow_has_two_all_reduces_no_home_and_no_lar():
+    traffic, _ = collectives("tp_replicated", None)
+    assert [c.op for c in traffic.collectives] == ["all_reduce", "all_reduce"]
+    assert traffic.collectives[0].remote_bytes_L(4).tolist() == [2 * 3 * 12 * 512.0] * 2
+    assert traffic.expert_rows_LG.sum() == 12 * 2 * 2
+    meter = LocalityMeter(2, 4)
+    meter.add(traffic)
+    assert np.isnan(meter.columns()["lar"]) and np.isnan(meter.columns()["fan_out"])
+
+
+def test_low_latency_sends_fp8_rows_with_scales_and_returns_activations():
+    low = spec("dp", "low_latency")
+    assert low.dispatch_row_bytes == 256 + 2 * 4 and low.combine_row_bytes == 512
+
+
+@pytest.mark.parametrize(("flow", "dispatcher"), valid_pairs())
+def test_zero_tokens_is_a_batch_of_idle_ranks(flow, dispatcher):
+    homes = None if flow == "tp_replicated" else np.zeros((0, 2), int)
+    traffic = count_traffic(np.zeros((0, 2, 2), np.int32), homes, 8, 4, spec(flow, dispatcher))
+    assert traffic.payload_bytes() == 0
+    meter = LocalityMeter(2, 4)
+    meter.add(traffic)
+    assert np.isnan(meter.columns()["lar"]) and meter.columns()["node_bytes"] == 0
+
+
+def test_valid_pairs_are_the_table_of_the_design():
+    assert len(valid_pairs()) == 4 + 1 + 3 + 3
+    for flow, dispatcher in (
+        ("tp_scattered", "allgather_rs"),
+        ("tp_replicated", "a2a_dedup"),
+        ("dp", None),
+        ("dpp", None),
+        ("dp", "a2a"),
+    ):
+        with pytest.raises(UserError):
+            spec(flow, dispatcher)
+
+
+def test_bytes_split_into_tiers_add_up():
+    slots, homes = routes(50, 2, 8, 2, 4, 3)
+    traffic = count_traffic(slots, homes, 8, 4, spec())
+    one, two = LocalityMeter(2, 4), LocalityMeter(2, 4, ranks_per_node=2)
+    one.add(traffic)
+    two.add(traffic)
+    assert one.nic_bytes == 0 and two.nic_bytes > 0
+    assert one.node_bytes == two.node_bytes + two.nic_bytes == traffic.payload_bytes()
+
+
+def test_differences_finds_one_lost_row():
+    slots, homes = routes(30, 2, 8, 2, 4, 5)
+    traffic = count_traffic(slots, homes, 8, 4, spec())
+    assert differences(traffic, traffic) == []
+    lost = traffic.assignment_pairs_LGG.copy()
+    lost[1, 2, 3] -= 1
+    assert any(
+        "assignment_pairs_LGG[1, 2, 3]" in d for d in differences(traffic, replace(traffic, assignment_pairs_LGG=lost))
+    )
+    shorter = replace(traffic.collectives[0], rows_LGG=traffic.collectives[0].rows_LGG - 1)
+    assert differences(traffic, replace(traffic, collectives=(shorter, traffic.collectives[1]))) == [
+        "dispatch.rows_LGG differs"
+    ]
