@@ -70,7 +70,7 @@ def _record(options: argparse.Namespace) -> int:
             options.out, options.requests, options.max_tokens, options.seed
         )
     else:
-        from .sources.huggingface import record_files
+        from .sources.text import record_files
 
         directory = ASSETS / "tiny" if options.model == "tiny" else Path(options.model)
         trace = record_files(directory, options.text, options.max_tokens, options.new_tokens, options.seed)
