@@ -1,0 +1,94 @@
+"""The ranks that torchrun started: rank 0 drives, the others follow. Same interface as RankPool."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+from semmoe.errors import UserError
+
+from .worker import GROUP_TIMEOUT, RankContext
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def is_follower() -> bool:
+    """Whether this process is a rank of torchrun that only follows."""
+    return under_torchrun() and int(os.environ["RANK"]) != 0
+
+
+class TorchrunPool:
+    """Rank 0's handle on the ranks of torchrun, which watches over their deaths; a hang ends in gloo's time limit."""
+
+    def __init__(self, ranks: int, timeout_s: float = 120.0) -> None:
+        world = int(os.environ["WORLD_SIZE"])
+        if world != ranks:
+            raise UserError(f"torchrun gave {world} ranks, the configuration has ep_size={ranks}; make them equal")
+        self.ranks = ranks
+        self._context, self._control = _join(timeout_s)
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, progress: Callable[[int, int], None] | None = None
+    ) -> list[Any]:
+        """As RankPool.run; an exception ends this rank, and torchrun the others."""
+        import torch.distributed as dist
+
+        self._context.report = progress or (lambda done, total: None)
+        dist.broadcast_object_list([pickle.dumps((function, arguments))], src=0, group=self._control)
+        results: list[Any] = [None] * self.ranks
+        dist.gather_object(function(self._context, *arguments), results, dst=0, group=self._control)
+        return results
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            if sys.exc_info()[0] is None:  # after an error the others may never listen again
+                dist.broadcast_object_list([None], src=0, group=self._control)
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *details: object) -> None:
+        import torch.distributed as dist
+
+        if kind is None:
+            self.close()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def follow(timeout_s: float = 120.0) -> None:
+    """Body of every rank but 0: run what rank 0 sends until it closes. An exception names the rank and ends all."""
+    import torch.distributed as dist
+
+    context, control = _join(timeout_s)
+    while True:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0, group=control)
+        if box[0] is None:
+            dist.destroy_process_group()
+            return
+        function, arguments = pickle.loads(box[0])
+        try:
+            result = function(context, *arguments)
+        except Exception as error:
+            raise UserError(f"rank {context.rank} of {context.ranks}: {type(error).__name__}: {error}") from error
+        dist.gather_object(result, None, dst=0, group=control)
+
+
+def _join(timeout_s: float) -> tuple[RankContext, Any]:
+    """(context, control group): commands may be far apart, so they wait in a group with a long limit of its own."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    return RankContext(dist.get_rank(), dist.get_world_size()), dist.new_group(timeout=GROUP_TIMEOUT)
