@@ -208,3 +208,15 @@ def summary_ms(name: str, values: Any) -> dict[str, float]:
         f"{name}_ms": float(series.mean()),
         **{f"{name}_ms_p{q}": float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
     }
+
+
+def columns_document() -> str:
+    """The schema as a Markdown table (docs/columns.md)."""
+    lines = ["# Columns of a result row", "", "Made by `python -m semmoe.results > docs/columns.md`.", ""]
+    lines += ["| column | kind | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{n}` | {c.kind}{', required' if c.required else ''} | {c.meaning} |" for n, c in COLUMNS.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(columns_document())
