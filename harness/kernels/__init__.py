@@ -1,0 +1,1 @@
+"""Triton kernels; each has its twin in `harness.reference`."""

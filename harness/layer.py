@@ -1,0 +1,266 @@
+"""MoELayer: one rank's part of one MoE layer, in every flow and with every dispatcher.
+
+    dp             gate -> dispatch -> experts -> combine
+    tp_replicated  all-reduce -> gate -> local experts -> all-reduce
+    tp_scattered   reduce-scatter -> gate -> dispatch -> experts -> combine -> all-gather
+    tp_shuffled    SRS -> gate -> dispatch -> experts -> combine -> SAG
+
+`forward` is collective: all ranks call it together, each with its own input:
+
+    dp          x_nH: this rank's n tokens; routes of those tokens. Returns [n, H].
+    tp_*        x_TH: this rank's partial sums of all T tokens in original order; routes of all T tokens, the same on
+                every rank; homes_T: the home of each token (tp_scattered and tp_shuffled). Returns [T, H], equal on all ranks.
+
+Phases go to `timer` (harness.timing.PHASES; the all-reduces of tp_replicated count as "srs" and "sag"), counts to
+`transport.counter`. Call `timer.reset()` and `transport.counter.reset()` before a step; afterwards `timer.laps_ns` has
+one entry a layer and `counting.gather_traffic(transport)` gives the step's Traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from semmoe.dispatch import DispatchSpec
+from semmoe.errors import UserError
+from semmoe.placement.base import Placement
+from semmoe.planning import ReplicaRouter
+
+from .dispatchers import Work, local_work, make_dispatcher
+from .reference.experts import run_experts
+from .reference.gate import Gating
+from .timing import PhaseTimer
+from .transport.base import Transport
+from .transport.codec import torch_dtype
+from .transport.plan import ShufflePlan
+from .weights import RankWeights, WeightSource, rank_weights
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Routes of the tokens in `forward`: slots_Tk (int64) as the planner made them.
+
+    forced: the layer uses them, whatever its gate says (checks of losslessness, replayed traces). Not forced: the gate
+    decides, and `route_flips` counts how often it differs. weights_Tk: gate weights; None: those that this layer's
+    gate gives to the forced experts.
+    """
+
+    slots_Tk: Tensor
+    weights_Tk: Tensor | None = None
+    forced: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutput:
+    """y: [n, H] in dp, else [T, H]. route_flips: choices of this rank's tokens that the gate would not have made (None
+    without routes). carried_slots_Tk: the slots of every token, where the spec carries expert ids beside the SAG."""
+
+    y: Tensor
+    route_flips: int | None = None
+    carried_slots_Tk: Tensor | None = None
+
+
+class MoELayer:
+    """Layer `layer` (0-based over MoE layers) of a model whose experts stand as `placement` says.
+
+    With P = E and ungrouped gating the gate's rows are put into slot order once, so that the gate's own top-k comes out
+    as slots (any engine can do that); otherwise ids go through maps, and replicas through `router`.
+    max_tokens: the most tokens of one rank in a step; only low_latency needs it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        spec: DispatchSpec,
+        placement: Placement,
+        layer: int,
+        weights: RankWeights,
+        gating: Gating,
+        timer: PhaseTimer | None = None,
+        router: ReplicaRouter | None = None,
+        max_tokens: int = 128,
+    ) -> None:
+        if placement.ep_size != transport.ranks:
+            raise UserError(f"placement for ep_size={placement.ep_size} on {transport.ranks} ranks")
+        if gating.top_k != spec.top_k:
+            raise UserError(f"gate of top_k={gating.top_k} with a dispatch spec of top_k={spec.top_k}")
+        if weights.gate_EH.shape[1] != spec.hidden:
+            raise UserError(
+                f"weights of hidden={weights.gate_EH.shape[1]} with a dispatch spec of hidden={spec.hidden}"
+            )
+        self.transport, self.spec, self.placement, self.layer = transport, spec, placement, layer
+        self.gating, self.router, self.weights = gating, router, weights
+        self.timer = timer or PhaseTimer()
+        self.dtype = torch_dtype(spec.activation_dtype)
+        self.slots_per_rank = placement.slots_per_rank
+        device = weights.gate_EH.device
+        self._expert_of_slot_P = torch.from_numpy(placement.physical_to_logical_LP[layer].astype(np.int64)).to(device)
+        self._first_slot_E = torch.from_numpy(placement.first_slot_LE[layer].astype(np.int64)).to(device)
+        self.permuted_gate = not placement.has_replicas and gating.n_group == 1
+        self._gate = weights.gate_EH[self._expert_of_slot_P] if self.permuted_gate else weights.gate_EH
+        dispatched = spec.flow != "tp_replicated"
+        self._dispatcher = make_dispatcher(spec, transport, self.slots_per_rank, max_tokens) if dispatched else None
+
+    def forward(
+        self,
+        x: Tensor,
+        routes: Routes | None = None,
+        homes_T: NDArray[np.integer] | ShufflePlan | None = None,
+        residual_TH: Tensor | None = None,
+        counts_G: Sequence[int] | None = None,
+    ) -> LayerOutput:
+        """One pass. residual_TH (tp flows): replicated rows, added to the summed input. counts_G (dp): the tokens of
+        every rank, where the caller knows them; only allgather_rs would otherwise have to exchange them."""
+        self.transport.counter.start_layer()
+        self.timer.start_layer()
+        if self.spec.flow == "dp":
+            self.transport.counter.now.homes = len(x)
+            y_nH, flips, _ = self._moe(x, routes, counts_G)
+            return LayerOutput(y_nH, flips)
+        self.transport.counter.now.tokens = len(x)
+        if self.spec.flow == "tp_replicated":
+            return self._replicated(x, routes, residual_TH)
+        if homes_T is None:
+            raise UserError(f"flow {self.spec.flow} needs the home of every token")
+        return self._scattered(x, routes, homes_T, residual_TH)
+
+    def _scattered(
+        self,
+        x_TH: Tensor,
+        routes: Routes | None,
+        homes_T: NDArray[np.integer] | ShufflePlan,
+        residual_TH: Tensor | None,
+    ) -> LayerOutput:
+        before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
+        transport, timer = self.transport, self.timer
+        plan = (
+            homes_T
+            if isinstance(homes_T, ShufflePlan)
+            else ShufflePlan.from_homes(homes_T, transport.ranks, x_TH.device)
+        )
+        mine_n = plan.mine_T(transport.rank)
+        timer.lap("plan")
+        rows_nH = transport.srs(x_TH, plan, residual_TH, op=before)
+        transport.counter.now.homes = len(rows_nH)
+        timer.lap("srs")
+        own = None if routes is None else _rows_of(routes, mine_n)
+        timer.lap("permute")
+        y_nH, flips, slots_nk = self._moe(rows_nH, own, plan.counts_G)
+        y_TH = transport.sag(y_nH, plan, op=after)
+        carried = None
+        if self.spec.carry_expert_ids:
+            carried = transport.sag(slots_nk.to(torch.int16), plan, op="expert_ids").long()
+        timer.lap("sag")
+        return LayerOutput(y_TH, flips, carried)
+
+    def _replicated(self, x_TH: Tensor, routes: Routes | None, residual_TH: Tensor | None) -> LayerOutput:
+        timer = self.timer
+        rows_TH = self.transport.all_reduce(x_TH)
+        rows_TH = rows_TH if residual_TH is None else rows_TH + residual_TH
+        timer.lap("srs")
+        slots_Tk, weights_Tk, flips = self._route(rows_TH, routes, home=-1)
+        timer.lap("gate")
+        work, _ = local_work(rows_TH, slots_Tk, weights_Tk, self.slots_per_rank, self.transport.rank)
+        timer.lap("permute")
+        out_TH = self._run_experts(work).to(self.dtype)
+        y_TH = self.transport.all_reduce(out_TH)
+        timer.lap("sag")
+        return LayerOutput(y_TH, flips)
+
+    def _moe(
+        self, x_nH: Tensor, routes: Routes | None, counts_G: Sequence[int] | None
+    ) -> tuple[Tensor, int | None, Tensor]:
+        """Gate, dispatch, experts, combine of the tokens at home here."""
+        assert self._dispatcher is not None
+        slots_nk, weights_nk, flips = self._route(x_nH, routes, home=self.transport.rank)
+        self.timer.lap("gate")
+        work = self._dispatcher.dispatch(x_nH, slots_nk, weights_nk, counts_G, self.timer)
+        return self._dispatcher.combine(self._run_experts(work), self.timer), flips, slots_nk
+
+    def _route(self, x_nH: Tensor, routes: Routes | None, home: int) -> tuple[Tensor, Tensor, int | None]:
+        """(slots, fp32 weights, flips). The gate always runs: its time belongs to the layer."""
+        score = self.gating.scores(torch.nn.functional.linear(x_nH, self._gate))
+        chosen_nk = self.gating.choose(score)
+        flips = None if routes is None else self._flips(chosen_nk, routes.slots_Tk)
+        if routes is not None and routes.forced:
+            index_nk = routes.slots_Tk if self.permuted_gate else self._expert_of_slot_P[routes.slots_Tk]
+            weights = self.gating.weights(score, index_nk) if routes.weights_Tk is None else routes.weights_Tk
+            return routes.slots_Tk, weights, flips
+        return self._slots(chosen_nk, home), self.gating.weights(score, chosen_nk), flips
+
+    def _slots(self, chosen_nk: Tensor, home: int) -> Tensor:
+        if self.permuted_gate:
+            return chosen_nk
+        if not self.placement.has_replicas:
+            return self._first_slot_E[chosen_nk]
+        if self.router is None:
+            raise UserError(
+                f"{self.placement.num_slots} slots for {self.placement.num_experts} experts need a replica router"
+            )
+        homes = np.full(len(chosen_nk), home, dtype=np.int64)
+        slots_nk = self.router.slots(chosen_nk.cpu().numpy(), homes, self.placement, self.layer)
+        return torch.from_numpy(np.asarray(slots_nk, dtype=np.int64)).to(chosen_nk.device)
+
+    def _flips(self, chosen_nk: Tensor, slots_nk: Tensor) -> int:
+        """Choices of the routes that are not among the gate's own (order does not matter)."""
+        asked_nk = self._expert_of_slot_P[slots_nk]
+        chosen_nk = self._expert_of_slot_P[chosen_nk] if self.permuted_gate else chosen_nk
+        return int((asked_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=2).sum())
+
+    def _run_experts(self, work: Work) -> Tensor:
+        """fp32 [num_rows, H]: the weighted sum of the experts' outputs for each row."""
+        order_A = work.slot_A.argsort(stable=True)
+        row_A = work.row_A[order_A]
+        counts_S = torch.bincount(work.slot_A, minlength=self.slots_per_rank)
+        rows_AH = work.rows_RH.index_select(0, row_A)
+        self.timer.lap("permute")
+        out_AH = run_experts(rows_AH, counts_S, self.weights.w13_S2FH, self.weights.w2_SHF)
+        now = self.transport.counter.now
+        now.expert_rows, now.active_experts = len(out_AH), int((counts_S > 0).sum())
+        self.timer.lap("experts")
+        weighted_AH = out_AH.float() * work.weight_A[order_A, None]
+        out_RH = torch.zeros(work.num_rows, out_AH.shape[1], dtype=torch.float32, device=out_AH.device)
+        out_RH.index_add_(0, row_A, weighted_AH)
+        self.timer.lap("permute")
+        return out_RH
+
+
+def build_layers(
+    transport: Transport,
+    spec: DispatchSpec,
+    placement: Placement,
+    source: WeightSource,
+    gating: Gating,
+    timer: PhaseTimer | None = None,
+    router: ReplicaRouter | None = None,
+    max_tokens: int = 128,
+    layers: Sequence[int] | None = None,
+) -> list[MoELayer]:
+    """This rank's MoELayer for every MoE layer (or those in `layers`), sharing one timer."""
+    timer = timer or PhaseTimer()
+    device = getattr(transport, "device", "cpu")
+    dtype = torch_dtype(spec.activation_dtype)
+    return [
+        MoELayer(
+            transport,
+            spec,
+            placement,
+            layer,
+            rank_weights(source, placement, layer, transport.rank, dtype, device),
+            gating,
+            timer,
+            router,
+            max_tokens,
+        )
+        for layer in (range(placement.num_layers) if layers is None else layers)
+    ]
+
+
+def _rows_of(routes: Routes, token_n: Tensor) -> Routes:
+    weights = None if routes.weights_Tk is None else routes.weights_Tk.index_select(0, token_n)
+    return Routes(routes.slots_Tk.index_select(0, token_n), weights, routes.forced)

@@ -1,0 +1,304 @@
+"""Transport: the operations that move rows between ranks, and the part of them that every transport shares.
+
+A transport implements five primitives (`_all_to_all`, `_swap_sizes`, `_reduce_scatter`, `_all_reduce`,
+`gather_objects`); packing, splitting and counting stand here once. Sizes that the counter gets are those handed to the
+primitive (sent) and those of what it brought back (received). Ranks call every operation together, in the same order.
+
+Letters: G ranks, N rows, M metadata entries, C elements of a row, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from semmoe.dispatch import METADATA_BYTES
+
+from ..counting import Counter
+from .codec import bytes_of
+from .plan import ShufflePlan
+
+EMPTY_SLOT = 2**31 - 1  # metadata of an unused place in a fixed-capacity exchange
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Rows that arrived, in order of the sending rank: rows_G[s] of them and meta_G[s] metadata entries from rank s.
+
+    places: low_latency only, the place in the fixed slots of each row, to which its answer must go back.
+    """
+
+    rows_NC: Tensor
+    meta_M2: Tensor
+    rows_G: list[int]
+    meta_G: list[int]
+    places_N: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PeerBuffer:
+    """One buffer of the same shape on every rank, readable by all.
+
+    local: this rank's tensor; peers_G: everyone's, in rank order; table_G: their addresses (int64, for kernels).
+    """
+
+    local: Tensor
+    peers_G: list[Tensor]
+    table_G: Tensor
+
+
+class Transport(Protocol):
+    """What the layer needs. `alloc` and `barrier` exist where peers' memory can be addressed."""
+
+    name: str
+    rank: int
+    ranks: int
+    counter: Counter
+
+    def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor: ...
+
+    def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor: ...
+
+    def dispatch(
+        self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int
+    ) -> Received: ...
+
+    def combine(self, rows_NC: Tensor, send_G: Sequence[int], receive_G: Sequence[int], local_rows: int) -> Tensor: ...
+
+    def dispatch_slots(
+        self, rows_NC: Tensor, send_G: Sequence[int], meta_N2: Tensor, capacity: int, local_rows: int
+    ) -> Received: ...
+
+    def combine_slots(
+        self, rows_NC: Tensor, received: Received, sent_G: Sequence[int], capacity: int, local_rows: int
+    ) -> Tensor: ...
+
+    def gather_rows(self, rows_NC: Tensor, meta_NM: Tensor, counts_G: Sequence[int] | None) -> Received: ...
+
+    def reduce_rows(self, rows_TH: Tensor, counts_G: Sequence[int]) -> Tensor: ...
+
+    def all_reduce(self, x_TH: Tensor) -> Tensor: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class PeerTransport(Transport, Protocol):
+    """A transport whose ranks can address each other's memory."""
+
+    def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> PeerBuffer: ...
+
+    def barrier(self) -> None: ...
+
+
+class RowTransport:
+    """Packing, splitting and counting over the primitives of a subclass."""
+
+    name = "base"
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.counter = Counter(rank, ranks)
+
+    # Primitives. Byte tensors are flat uint8; sizes are in bytes and in rank order.
+
+    def _all_to_all(self, flat: Tensor, send_bytes_G: Sequence[int], receive_bytes_G: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def _swap_sizes(self, sizes_Gn: Sequence[Sequence[int]]) -> list[list[int]]:
+        """sizes_Gn[d]: a few numbers for rank d; returns what each rank had for this one."""
+        raise NotImplementedError
+
+    def _reduce_scatter(self, chunks_G: list[Tensor]) -> Tensor:
+        """Sum over ranks of their chunk for this rank. chunks_G[d] has one shape on all ranks."""
+        raise NotImplementedError
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Not for timed code."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the transport holds; it is of no use afterwards."""
+
+    # Operations.
+
+    def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor:
+        """Reduce-scatter under a permutation: row i of rank r is the sum over ranks of x[perm[starts[r] + i]].
+
+        x_TH: this rank's partial sums in original order. Returns [counts[rank], H] (+ residual rows, where given).
+        """
+        shuffled = x_TH if plan.identity else x_TH.index_select(0, plan.perm_T)
+        chunks = list(shuffled.split(plan.counts_G))
+        rows = self._reduce_scatter(chunks)
+        self.counter.exchange(op, row_bytes(x_TH), [len(c) for c in chunks], [len(rows)] * self.ranks)
+        return rows if residual_TH is None else rows + residual_TH.index_select(0, plan.mine_T(self.rank))
+
+    def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor:
+        """All-gather back into original order: out[t] = rows of rank owner[t] at slot[t]; the same on every rank."""
+        gathered, got_G = self._gather(bytes_of(rows_NC), plan.counts_G)
+        self.counter.exchange(op, row_bytes(rows_NC), [len(rows_NC)] * self.ranks, got_G)
+        gathered = as_rows(gathered, rows_NC)
+        if plan.identity:
+            return gathered
+        out = torch.empty_like(gathered)
+        out[plan.perm_T] = gathered
+        return out
+
+    def dispatch(
+        self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int
+    ) -> Received:
+        """Send the first send_G[0] rows to rank 0, the next to rank 1..., each with its metadata; exact sizes.
+
+        meta_M2: int32 pairs, send_meta_G[d] for rank d. send_G[rank] = 0: what is local does not travel; local_rows
+        tells the counter how many rows stayed.
+        """
+        sizes_G2 = self._swap_sizes(list(zip(send_G, send_meta_G, strict=True)))
+        width = row_bytes(rows_NC)
+        flat = _pack(bytes_of(rows_NC), send_G, bytes_of(meta_M2), send_meta_G)
+        send_bytes = [n * width + m * METADATA_BYTES for n, m in zip(send_G, send_meta_G, strict=True)]
+        receive_bytes = [n * width + m * METADATA_BYTES for n, m in sizes_G2]
+        got = self._all_to_all(flat, send_bytes, receive_bytes)
+        rows, meta, rows_G, meta_G = _unpack(got, sizes_G2, width)
+        received = Received(as_rows(rows, rows_NC), meta.view(torch.int32), rows_G, meta_G)
+        self._count("dispatch", width, send_G, rows_G, local_rows)
+        self.counter.metadata(sum(send_meta_G) * METADATA_BYTES, len(meta) * METADATA_BYTES)
+        return received
+
+    def combine(self, rows_NC: Tensor, send_G: Sequence[int], receive_G: Sequence[int], local_rows: int) -> Tensor:
+        """Send rows back: sizes are those of the dispatch, turned round. Returns rows in the order of the dispatch."""
+        width = row_bytes(rows_NC)
+        got = self._all_to_all(bytes_of(rows_NC).view(-1), [n * width for n in send_G], [n * width for n in receive_G])
+        self._count("combine", width, send_G, receive_G, local_rows)
+        return as_rows(got.view(-1, width), rows_NC)
+
+    def dispatch_slots(
+        self, rows_NC: Tensor, send_G: Sequence[int], meta_N2: Tensor, capacity: int, local_rows: int
+    ) -> Received:
+        """As `dispatch`, into `capacity` places a pair of ranks: no exchange of sizes, one metadata entry a row.
+
+        Here places are emulated by an all-to-all of equal splits; unused places are counted as padding.
+        """
+        width = row_bytes(rows_NC) + METADATA_BYTES
+        places = torch.zeros(self.ranks, capacity, width, dtype=torch.uint8, device=rows_NC.device)
+        places[:, :, :METADATA_BYTES].view(torch.int32)[..., 0] = EMPTY_SLOT
+        filled = torch.cat([bytes_of(meta_N2), bytes_of(rows_NC)], dim=1)
+        for d, part in enumerate(filled.split(list(send_G))):
+            places[d, : len(part)] = part
+        got = self._slots_all_to_all(places)
+        meta = _fresh(got[:, :METADATA_BYTES]).view(torch.int32)
+        used = (meta[:, 0] != EMPTY_SLOT).nonzero().flatten()
+        rows_G = torch.bincount(used // max(capacity, 1), minlength=self.ranks).tolist()
+        rows = as_rows(_fresh(got.index_select(0, used)[:, METADATA_BYTES:]), rows_NC)
+        self._count("dispatch", row_bytes(rows_NC), send_G, rows_G, local_rows)
+        self.counter.metadata(sum(send_G) * METADATA_BYTES, len(used) * METADATA_BYTES)
+        self.counter.now.padding_bytes += ((self.ranks - 1) * capacity - sum(send_G)) * width
+        return Received(rows, meta.index_select(0, used), rows_G, rows_G, used)
+
+    def combine_slots(
+        self, rows_NC: Tensor, received: Received, sent_G: Sequence[int], capacity: int, local_rows: int
+    ) -> Tensor:
+        """Send each answer back to the place that its row came in. Returns rows in the order of the dispatch."""
+        width = row_bytes(rows_NC)
+        places = torch.zeros(self.ranks * capacity, width, dtype=torch.uint8, device=rows_NC.device)
+        assert received.places_N is not None
+        places[received.places_N] = bytes_of(rows_NC)
+        got = self._slots_all_to_all(places.view(self.ranks, capacity, width)).view(self.ranks, capacity, width)
+        rows = torch.cat([got[d, :n] for d, n in enumerate(sent_G)])
+        self._count("combine", width, received.rows_G, sent_G, local_rows)
+        self.counter.now.padding_bytes += ((self.ranks - 1) * capacity - len(rows_NC)) * width
+        return as_rows(rows, rows_NC)
+
+    def gather_rows(self, rows_NC: Tensor, meta_NM: Tensor, counts_G: Sequence[int] | None) -> Received:
+        """Everybody's rows and metadata on every rank. counts_G: rows of each rank; None: they are exchanged first."""
+        counts = [n for (n,) in self._swap_sizes([[len(rows_NC)]] * self.ranks)] if counts_G is None else list(counts_G)
+        width, meta_width = row_bytes(rows_NC), row_bytes(meta_NM)
+        both = torch.cat([bytes_of(rows_NC), bytes_of(meta_NM)], dim=1)
+        got, got_G = self._gather(both, counts)
+        self.counter.exchange("dispatch", width, [len(rows_NC)] * self.ranks, got_G)
+        away = self.ranks - 1
+        self.counter.metadata(len(rows_NC) * away * meta_width, (sum(got_G) - len(rows_NC)) * meta_width)
+        rows, meta = _fresh(got[:, :width]), _fresh(got[:, width:])
+        return Received(as_rows(rows, rows_NC), meta.view(meta_NM.dtype), got_G, got_G)
+
+    def reduce_rows(self, rows_TH: Tensor, counts_G: Sequence[int]) -> Tensor:
+        """Sum over ranks, each rank keeping its own tokens: the way back of `gather_rows`."""
+        chunks = list(rows_TH.split(list(counts_G)))
+        rows = self._reduce_scatter(chunks)
+        self.counter.exchange("combine", row_bytes(rows_TH), [len(c) for c in chunks], [len(rows)] * self.ranks)
+        return rows
+
+    def all_reduce(self, x_TH: Tensor) -> Tensor:
+        """Sum over ranks; the input stays as it is."""
+        self.counter.all_reduce(row_bytes(x_TH), len(x_TH))
+        return self._all_reduce(x_TH)
+
+    # Helpers.
+
+    def _gather(self, bytes_NB: Tensor, counts_G: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Rows of all ranks in rank order and how many came from each; own rows are copied, not sent."""
+        rows, width = bytes_NB.shape
+        away = [0 if d == self.rank else rows * width for d in range(self.ranks)]
+        inward = [0 if s == self.rank else n * width for s, n in enumerate(counts_G)]
+        got = self._all_to_all(bytes_NB.reshape(-1).repeat(self.ranks - 1), away, inward)
+        parts = list(got.view(-1, width).split([n // width for n in inward])) if width else []
+        parts[self.rank] = bytes_NB
+        return torch.cat(parts), [len(p) for p in parts]
+
+    def _slots_all_to_all(self, places_GKB: Tensor) -> Tensor:
+        """Equal splits; the own block stays. Returns [G * K, B] in order of the sending rank."""
+        ranks, capacity, width = places_GKB.shape
+        sizes = [0 if d == self.rank else capacity * width for d in range(ranks)]
+        keep = [d for d in range(ranks) if d != self.rank]
+        got = self._all_to_all(places_GKB[keep].reshape(-1), sizes, sizes).view(ranks - 1, capacity, width)
+        out = torch.cat([got[: self.rank], places_GKB[self.rank : self.rank + 1], got[self.rank :]])
+        return out.view(ranks * capacity, width)
+
+    def _count(self, op: str, width: int, sent_G: Sequence[int], got_G: Sequence[int], local_rows: int) -> None:
+        sent, got = list(sent_G), list(got_G)
+        sent[self.rank] += local_rows
+        got[self.rank] += local_rows
+        self.counter.exchange(op, width, sent, got)
+
+
+def row_bytes(rows_NC: Tensor) -> int:
+    """Bytes of one row, also of an empty tensor."""
+    width = 1
+    for size in rows_NC.shape[1:]:
+        width *= size
+    return width * rows_NC.element_size()
+
+
+def as_rows(bytes_NB: Tensor, like_NC: Tensor) -> Tensor:
+    """Rows of bytes in the dtype and row shape of `like_NC`."""
+    if like_NC.dtype == torch.uint8:
+        return bytes_NB
+    return bytes_NB.reshape(-1).view(like_NC.dtype).view(-1, *like_NC.shape[1:])
+
+
+def _fresh(part: Tensor) -> Tensor:
+    """A copy at offset 0 of its storage: a byte slice of one row is contiguous but may be unaligned for a wider dtype."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _pack(rows_NB: Tensor, send_G: Sequence[int], meta_M8: Tensor, send_meta_G: Sequence[int]) -> Tensor:
+    """[rows for rank 0, metadata for rank 0, rows for rank 1, ...] as one flat byte tensor."""
+    parts = []
+    for rows, meta in zip(rows_NB.split(list(send_G)), meta_M8.split(list(send_meta_G)), strict=True):
+        parts += [rows.reshape(-1), meta.reshape(-1)]
+    return torch.cat(parts)
+
+
+def _unpack(flat: Tensor, sizes_G2: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """(rows [N, width], metadata [M, 8], rows per rank, metadata entries per rank) of what `_pack` made."""
+    splits = [size for n, m in sizes_G2 for size in (n * width, m * METADATA_BYTES)]
+    parts = flat.split(splits)
+    rows, meta = torch.cat(parts[0::2]).view(-1, width), torch.cat(parts[1::2]).view(-1, METADATA_BYTES)
+    return rows, meta, [len(p) // width for p in parts[0::2]], [len(p) // METADATA_BYTES for p in parts[1::2]]

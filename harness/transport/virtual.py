@@ -1,0 +1,117 @@
+"""VirtualTransport: all ranks as threads of one process, for tests and for kernels in Triton's interpreter.
+
+Nothing is timed here and no link speed follows from it: a "send" hands over a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .base import PeerBuffer, RowTransport
+
+Result = TypeVar("Result")
+
+
+class _Meeting:
+    """Where the virtual ranks meet: each leaves a value, and takes everybody's when all have come."""
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self.values: list[Any] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=timeout_s)
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        everybody = list(self.values)
+        self.barrier.wait()  # nobody may leave the next value before all have taken these
+        return everybody
+
+
+class VirtualTransport(RowTransport):
+    """One of several ranks of a process; made by `run_virtual`."""
+
+    name = "virtual"
+
+    def __init__(self, rank: int, ranks: int, meeting: _Meeting) -> None:
+        super().__init__(rank, ranks)
+        self._meeting = meeting
+
+    def _all_to_all(self, flat: Tensor, send_bytes_G: Sequence[int], receive_bytes_G: Sequence[int]) -> Tensor:
+        everybody = self._meeting.swap(self.rank, flat.split(list(send_bytes_G)))
+        parts = [parts_G[self.rank].clone() for parts_G in everybody]
+        if [len(p) for p in parts] != list(receive_bytes_G):
+            raise ValueError(f"rank {self.rank} expected {list(receive_bytes_G)} bytes, got {[len(p) for p in parts]}")
+        self._meeting.barrier.wait()
+        return torch.cat(parts)
+
+    def _swap_sizes(self, sizes_Gn: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [list(rows[self.rank]) for rows in self._meeting.swap(self.rank, sizes_Gn)]
+
+    def _reduce_scatter(self, chunks_G: list[Tensor]) -> Tensor:
+        everybody = self._meeting.swap(self.rank, chunks_G)
+        out = sum_in_rank_order([chunks[self.rank] for chunks in everybody])
+        self._meeting.barrier.wait()
+        return out
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        out = sum_in_rank_order(self._meeting.swap(self.rank, x))
+        self._meeting.barrier.wait()
+        return out
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._meeting.swap(self.rank, value)
+
+    def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> PeerBuffer:
+        """A buffer on every rank (collective), filled with NaN where the dtype has it, so that unused rows show."""
+        local = poisoned(rows, cols, dtype)
+        return peer_buffer(self.rank, self._meeting.swap(self.rank, local))
+
+    def barrier(self) -> None:
+        self._meeting.barrier.wait()
+
+
+def run_virtual(ranks: int, body: Callable[[VirtualTransport], Result], timeout_s: float = 60.0) -> list[Result]:
+    """body(transport) on every virtual rank at once; results in rank order, or the first rank's own error."""
+    meeting = _Meeting(ranks, timeout_s)
+    results: list[Any] = [None] * ranks
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(VirtualTransport(rank, ranks, meeting))
+        except BaseException as error:
+            errors.append((rank, error))
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        own = [e for _, e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        raise own[0] if own else errors[0][1]
+    return results
+
+
+def sum_in_rank_order(parts_G: Sequence[Tensor]) -> Tensor:
+    """fp32 sum in rank order, so that every rank gets the same bits, in the dtype of the parts."""
+    total = parts_G[0].float()
+    for part in parts_G[1:]:
+        total = total + part.float()
+    return total.to(parts_G[0].dtype)
+
+
+def poisoned(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """[rows, cols] of NaN (zeros for integers): what nobody writes stays visible."""
+    return torch.full((rows, cols), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def peer_buffer(rank: int, peers_G: list[Tensor]) -> PeerBuffer:
+    table_G = torch.tensor([p.data_ptr() for p in peers_G], dtype=torch.int64)
+    return PeerBuffer(peers_G[rank], peers_G, table_G)
