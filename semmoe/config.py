@@ -118,8 +118,8 @@ def _explain(message: str, overrides: Sequence[str]) -> str:
     if group_key:
         key = group_key.group(1) or group_key.group(2)
         return f"unknown config key '{key}'{_nearest_key(key)}"
-    missing = re.search(r"Missing mandatory value: (\S+)", message)
-    if missing:
+    missing = re.search(r"full_key: (\S+)", message)
+    if "Missing mandatory value" in message and missing:
         return f"{missing.group(1)} has no value; set it on the command line"
     return f"{message.strip().splitlines()[0]} (overrides: {' '.join(overrides)})"
 

@@ -36,5 +36,6 @@ def instantiate(group: dict[str, Any], where: str) -> Any:
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise UserError(
             f"{where}._target_={target}: {first}; a class with the protocol's methods, importable from the working "
-            "directory or an installed package, and parameters that it takes are needed"
+            "directory or an installed package, and parameters that it takes are needed (given here: "
+            f"{', '.join(k for k in group if k != '_target_') or 'none'})"
         ) from error
