@@ -1,9 +1,16 @@
-"""How well the token id alone predicts the experts: recall@k of a token table on tokens that it was not fitted to."""
+"""How well the token id alone predicts the experts: recall@k of a token table on tokens that it was not fitted to.
+
+`python -m harness.models.recall [trace.npz]` prints it per layer, fitted on half of the requests, tested on the others.
+"""
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
+
+from semmoe.trace import RoutingTrace
 
 from .tiny import TinyModel
 
@@ -55,3 +62,23 @@ def recall_per_layer(model: TinyModel, streams: list[np.ndarray], window: int, w
         vocab_size=model.config.vocab_size,
         num_experts=model.config.num_experts,
     )
+
+
+def trace_recall(trace: RoutingTrace, train_fraction: float = 0.5, seed: int = 0) -> list[float]:
+    """Recall per layer on the held-out requests of a trace."""
+    train, test = trace.split(train_fraction, seed)
+    return token_recall(
+        train.token_id_T,
+        train.experts_TLk,
+        test.token_id_T,
+        test.experts_TLk,
+        vocab_size=trace.vocab_size,
+        num_experts=trace.num_experts,
+    )
+
+
+if __name__ == "__main__":
+    from .record_tiny import TRACE_PATH
+
+    path = sys.argv[1] if len(sys.argv) > 1 else TRACE_PATH
+    print(" ".join(f"{recall:.3f}" for recall in trace_recall(RoutingTrace.load(path))))
