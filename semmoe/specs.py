@@ -138,7 +138,9 @@ class ClusterSpec:
 
     gbps = 10^9 bytes per second, per rank and direction. `cores` > 0 marks a CPU machine whose ranks share that many
     cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
-    `host_us` holds fixed costs per named operation (launch, gate, permute, plan...), `provenance` the source per field.
+    `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py),
+    `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `provenance`
+    the source per field.
     """
 
     name: str
@@ -163,6 +165,7 @@ class ClusterSpec:
     per_row_ns: dict[str, float] = field(default_factory=dict)
     curves: tuple[Curve, ...] = ()
     expert_grid: tuple[tuple[float, float, float], ...] = ()
+    expert_grid_shape: tuple[int, ...] = ()
     deepep: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -170,6 +173,7 @@ class ClusterSpec:
         curves = tuple(c if isinstance(c, Curve) else Curve(**c) for c in self.curves)
         object.__setattr__(self, "curves", curves)
         object.__setattr__(self, "expert_grid", tuple(tuple(float(x) for x in row) for row in self.expert_grid))
+        object.__setattr__(self, "expert_grid_shape", tuple(int(x) for x in self.expert_grid_shape))
         if self.nodes < 1 or self.ranks_per_node < 1:
             raise UserError(f"cluster {self.name}: nodes and ranks_per_node must be at least 1")
         if self.topology not in TOPOLOGIES:
