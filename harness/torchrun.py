@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
@@ -26,12 +25,15 @@ def is_follower() -> bool:
 class TorchrunPool:
     """Rank 0's handle on the ranks of torchrun, which watches over their deaths; a hang ends in gloo's time limit."""
 
+    opened = False  # whether this process has led the ranks
+
     def __init__(self, ranks: int, timeout_s: float = 120.0) -> None:
         world = int(os.environ["WORLD_SIZE"])
         if world != ranks:
             raise UserError(f"torchrun gave {world} ranks, the configuration has ep_size={ranks}; make them equal")
         self.ranks = ranks
         self._context, self._control = _join(timeout_s)
+        TorchrunPool.opened = True
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, progress: Callable[[int, int], None] | None = None
@@ -49,19 +51,18 @@ class TorchrunPool:
         import torch.distributed as dist
 
         if dist.is_initialized():
-            if sys.exc_info()[0] is None:  # after an error the others may never listen again
-                dist.broadcast_object_list([None], src=0, group=self._control)
+            dist.broadcast_object_list([None], src=0, group=self._control)
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *details: object) -> None:
+    def __exit__(self, *details: object) -> None:
         import torch.distributed as dist
 
-        if kind is None:
+        if details[0] is None:
             self.close()
-        elif dist.is_initialized():
+        elif dist.is_initialized():  # the others may never listen again
             dist.destroy_process_group()
 
 

@@ -1,0 +1,89 @@
+"""Correctness before timing: the distributed output against the whole layer in one process, on the same inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.errors import UserError
+from semmoe.planning import RoutedStep
+
+from .reference.experts import moe_reference
+from .stack import LayerInput, Stack
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3, "fp8": 6e-2}  # relative norm; fp8 keeps 3 bits of mantissa
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh tensors start as NaN (bytes: 255, which is NaN in every float type), so that an unwritten row shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fill
+
+
+def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, float | None]:
+    """(largest relative error over layers and ranks, share of (token, layer) whose free gate differs from the trace).
+
+    Collective. Raises the same UserError on every rank where an output disagrees: nothing may be timed then.
+    """
+    errors_L, flips = [], 0
+    for layer, given in enumerate(inputs):
+        with poisoned():
+            y = stack.forward(layer, given).y
+        ys = stack.transport.gather_objects((given.mine_n, y))
+        error = 0.0
+        if stack.context.rank == 0:
+            error, flipped = _compare(stack, layer, routed, ys)
+            flips += flipped
+        errors_L.append(max(stack.transport.gather_objects(error)))
+    worst = int(np.argmax(np.where(np.isnan(errors_L), np.inf, errors_L)))
+    limit = max(TOLERANCE[str(d)] for d in _dtypes(stack))
+    if not errors_L[worst] <= limit:
+        raise UserError(
+            f"{stack.spec.flow}/{stack.spec.dispatcher or 'none'}: the output of MoE layer {worst} differs from the "
+            f"single-process reference by {errors_L[worst]:.3g} (relative norm; at most {limit:g} is right): a fault of "
+            "the data plane, so nothing was timed"
+        )
+    share = stack.transport.gather_objects(flips)[0] / max(len(routed.rows_T) * len(inputs), 1)
+    return errors_L[worst], share if stack.feed.real else None
+
+
+def _dtypes(stack: Stack) -> set[str | None]:
+    return {stack.spec.activation_dtype, stack.spec.dispatch_dtype, stack.spec.combine_dtype}
+
+
+def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.ndarray, Tensor]]) -> tuple[float, int]:
+    """(relative error of the worst rank, tokens whose free top-k set differs)."""
+    expert_of_slot_P = stack.placement.physical_to_logical_LP[layer]
+    experts_Tk = torch.from_numpy(expert_of_slot_P[routed.slots_TLk[:, layer]].astype(np.int64))
+    x_TH = stack.feed.rows_TH(layer, routed.rows_T).to(stack.dtype)
+    source = stack.feed.source
+    score_TE = stack.gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer).to(stack.dtype)))
+    weights_Tk = stack.gating.weights(score_TE, experts_Tk)
+    pairs = [source.expert(layer, expert) for expert in range(source.num_experts)]
+    w13_E2FH, w2_EHF = (torch.stack([pair[i] for pair in pairs]).to(stack.dtype) for i in (0, 1))
+    want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF)
+    free_Tk = stack.gating.choose(score_TE).sort(dim=1).values
+    flipped = int((free_Tk != experts_Tk.sort(dim=1).values).any(dim=1).sum())
+    return max(_relative(y.float(), want_TH[torch.from_numpy(mine_n)]) for mine_n, y in ys), flipped
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    return float((got - want).norm() / want.norm())

@@ -1,0 +1,67 @@
+"""EnvironmentRecord: on what a figure was measured. Stands beside every measured row."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LIBRARIES = ("torch", "triton", "numpy", "numba")
+
+
+def environment(ranks: int) -> dict[str, Any]:
+    """Machine, library versions, load and threads, in names with units."""
+    load_1min, _, _ = os.getloadavg()
+    return {
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1min": round(load_1min, 2),
+        "ranks": ranks,
+        "threads_per_rank": 1,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        "mode": "eager, CPU processes on one machine: no link speed may be derived from them",
+    }
+
+
+def environment_json(ranks: int) -> str:
+    return json.dumps(environment(ranks), sort_keys=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: the scheduler's mask, cut by a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(min(cores, round(quota)), 1) if quota else cores
+
+
+def _cgroup_quota() -> float | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"

@@ -1,0 +1,67 @@
+"""Measure one configuration on a pool of ranks: check, warm up, execute every step, make the result row.
+
+Workload "batches": the run's fixed batches, a barrier before every layer. Workload "serve": see `serve.py`.
+Times are maxima over ranks of each (step, layer), then percentiles. The timed layer is what one rank does: gate,
+permute, (srs,) dispatch, experts, combine, (sag), and the homes of the tokens where the flow plans them per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from semmoe.rows import locality_columns
+from semmoe.run import Run
+from semmoe.steplog import StepLog
+
+from .check import check_step
+from .counting import traffic_of
+from .environment import environment_json
+from .pool import Pool
+from .record import RankRecord, no_collection, time_columns
+from .serve import measure_serve, serve_columns
+from .stack import Stack
+from .worker import RankContext
+
+
+def measure_batches(context: RankContext, run: Run) -> RankRecord:
+    """Task of every rank: check the first batch, warm up, then time every batch once."""
+    stack, planner = Stack(context, run), run.planner()
+    steps = list(run.batch_steps())
+    routed = planner.route(*steps[0])
+    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
+    warmup = int(run.cfg["measure"]["warmup"])
+    with no_collection():
+        for i in range(warmup):
+            stack.execute(stack.inputs(planner.route(*steps[i % len(steps)])), barrier_each_layer=True)
+        for done, (rows_T, queue_T) in enumerate(steps, 1):
+            record.add(stack, planner.route(rows_T, queue_T), barrier_each_layer=True)
+            context.progress(done, len(steps))
+    return record
+
+
+def measure_run(
+    pool: Pool, run: Run, progress: Callable[[int, int], None] | None = None
+) -> tuple[dict[str, Any], StepLog | None]:
+    """(result row, log of the step plans of a served run) of one run.
+
+    Raises UserError (RankError) when a rank fails or its output is wrong.
+    """
+    task = measure_serve if run.kind == "serve" else measure_batches
+    records: list[RankRecord] = pool.run(task, run, progress=progress)
+    transport = str(run.cfg["transport"]["name"])
+    row = run.identity("harness", transport, "torch")
+    meter = run.meter()
+    for step in range(len(records[0].step_ns_S)):
+        meter.add(traffic_of([record.counters_S[step] for record in records]))
+    row |= locality_columns(meter, "measured")
+    row |= time_columns(records, planned_per_layer=run.spec.flow == "tp_shuffled", seed=int(run.cfg["seed"]))
+    served = records[0].extra
+    row |= serve_columns(run, served) if served else {}
+    row |= {
+        "environment": environment_json(pool.ranks),
+        "provenance": f"measured on {pool.ranks} CPU processes, {transport} transport, eager",
+        "output_error": records[0].output_error,
+        "route_flips": records[0].route_flips,
+    }
+    return row, served.get("log")

@@ -1,0 +1,146 @@
+"""Stack: the MoE layers of one configuration on one rank, fed, executed and timed step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from semmoe.dispatch import DispatchSpec
+from semmoe.errors import UserError
+from semmoe.planning import RoutedStep
+from semmoe.run import Run
+from semmoe.schedule.base import capacity_of
+
+from .counting import Counter
+from .feeds import Feed, make_feed
+from .layer import LayerOutput, MoELayer, Routes, build_layers
+from .reference.gate import Gating
+from .timing import PhaseTimer
+from .transport.base import Transport
+from .transport.codec import torch_dtype
+from .worker import RankContext
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInput:
+    """Arguments of MoELayer.forward on this rank; mine_n: the tokens of the step that they belong to."""
+
+    x: Tensor
+    routes: Routes
+    homes_T: NDArray[np.integer] | None
+    mine_n: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What one rank saw of one step: nanoseconds per layer and per phase and layer, and what it counted."""
+
+    layer_ns_L: list[int]
+    laps_ns: list[dict[str, int]]
+    step_ns: int
+    counter: Counter
+
+
+class Stack:
+    """Layers of `run` on this rank, over a transport and a feed that the context keeps from run to run."""
+
+    def __init__(self, context: RankContext, run: Run) -> None:
+        measure = run.cfg["measure"]
+        if run.scope != "moe_layers":
+            raise UserError(f"scope={run.scope}: the harness executes the MoE layers only; set scope=moe_layers")
+        if context.ranks != run.ep_size:
+            raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
+        self.context, self.run = context, run
+        self.transport = open_transport(context, run.cfg["transport"]["name"])
+        self.feed: Feed = make_feed(
+            context, measure["feed"], run.model, run.heldout, float(measure["weight_scale"]), int(run.cfg["seed"])
+        )
+        self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
+        self.gating = Gating.of(run.model)
+        self.dtype = torch_dtype(self.spec.activation_dtype)
+        self.placement = run.fitted.placement
+        self.timer = PhaseTimer()
+        router = run.recipe.make_replica_router() if self.placement.has_replicas else None
+        self.layers: list[MoELayer] = build_layers(
+            self.transport,
+            self.spec,
+            self.placement,
+            self.feed.source,
+            self.gating,
+            self.timer,
+            router,
+            max_home_tokens(run),
+        )
+
+    def inputs(self, routed: RoutedStep) -> list[LayerInput]:
+        """The inputs of every layer: own tokens in dp; elsewhere this rank's share of a sum over ranks, as
+        tensor-parallel attention leaves it (shares differ between ranks, so that a mixed-up rank shows)."""
+        rank, ranks, dp = self.context.rank, self.context.ranks, self.spec.flow == "dp"
+        share = (2 * rank + 1) / ranks**2
+        inputs = []
+        for layer in range(len(self.layers)):
+            homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
+            mine_n = np.flatnonzero(homes_T == rank) if dp else np.arange(len(routed.rows_T))
+            x_TH = self.feed.rows_TH(layer, routed.rows_T[mine_n])
+            slots_Tk = torch.from_numpy(routed.slots_TLk[mine_n, layer].astype(np.int64))
+            x = x_TH if dp else x_TH * share
+            inputs.append(LayerInput(x.to(self.dtype), Routes(slots_Tk), None if dp else homes_T, mine_n))
+        return inputs
+
+    def forward(self, layer: int, given: LayerInput) -> LayerOutput:
+        return self.layers[layer].forward(given.x, given.routes, given.homes_T)
+
+    def execute(self, inputs: list[LayerInput], barrier_each_layer: bool) -> StepResult:
+        """Run all layers once. The barrier before a timed piece is not part of it."""
+        self.timer.reset()
+        self.transport.counter.reset()
+        layer_ns, outputs = [], []
+        dist.barrier()
+        begin = perf_counter_ns()
+        for layer, given in enumerate(inputs):
+            if barrier_each_layer and layer:
+                dist.barrier()
+            start = perf_counter_ns()
+            outputs.append(self.forward(layer, given))
+            layer_ns.append(perf_counter_ns() - start)
+        step_ns = perf_counter_ns() - begin
+        counter = self.transport.counter
+        return StepResult(layer_ns, self.timer.laps_ns, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
+
+
+def max_home_tokens(run: Run) -> int:
+    """The most tokens that one rank can be home to in a step: what fixed-capacity exchanges must hold."""
+    ranks, shuffled = run.ep_size, run.spec.flow == "tp_shuffled"
+    if run.kind == "serve":
+        most = int(run.cfg["serving"]["max_batch_tokens"])
+        if run.spec.flow == "dp":
+            return most
+    else:
+        steps = list(run.batch_steps())
+        if run.spec.flow == "dp":
+            return max(int(np.bincount(queue_T, minlength=ranks).max()) for _, queue_T in steps if queue_T is not None)
+        most = max(len(rows_T) for rows_T, _ in steps)
+    return capacity_of(most, ranks, run.recipe.home_cap if shuffled else 1.0)
+
+
+def open_transport(context: RankContext, name: str) -> Transport:
+    """The transport of this name, opened once a pool."""
+    opened: dict[str, Transport] = context.state.setdefault("transports", {})
+    if name not in opened:
+        opened[name] = _make_transport(name)
+    return opened[name]
+
+
+def _make_transport(name: str) -> Any:
+    if name == "collective":
+        from .transport.collective import CollectiveTransport
+
+        return CollectiveTransport()
+    raise UserError(f"transport '{name}' must be collective")
