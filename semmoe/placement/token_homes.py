@@ -1,0 +1,123 @@
+"""Attention-TP's placement of one layer: alternate homes of sampled training tokens and ranks of experts.
+
+Homes come from scores that a token table would give without the token's own request (leave-one-request-out), so that
+a placement is judged on tokens as unseen as those it will serve; what then counts as local are their actual experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from ..assign import capped_owners
+from ..predict.base import FIXED_POINT
+from ..profile import Profile
+from .exchange import best_experts, exchange, value
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSample:
+    """S sampled training tokens, and the training tokens of the same type in the same request (to be left out).
+
+    rows_S: rows of the trace; members: rows of the trace grouped by (type, request); the group of sample s is
+    members[begin_S[s] : end_S[s]].
+    """
+
+    rows_S: NDArray[np.int64]
+    members_T: NDArray[np.int64]
+    begin_S: NDArray[np.int64]
+    end_S: NDArray[np.int64]
+
+    @classmethod
+    def draw(cls, profile: Profile, size: int, rng: np.random.Generator) -> TokenSample:
+        tokens = profile.trace.num_tokens
+        rows_S = np.sort(rng.choice(tokens, size=min(size, tokens), replace=False))
+        key_T = profile.type_T * profile.trace.num_requests + profile.trace.request_T
+        members_T = np.argsort(key_T, kind="stable")
+        ordered_T = key_T[members_T]
+        begin_S = np.searchsorted(ordered_T, key_T[rows_S], side="left")
+        end_S = np.searchsorted(ordered_T, key_T[rows_S], side="right")
+        return cls(rows_S, members_T, begin_S, end_S)
+
+    def share_SE(self, profile: Profile, layer: int, kappa: float) -> NDArray[np.float32]:
+        """Leave-one-request-out P of every sampled token (the formula of predict/token_table.py)."""
+        load_E = profile.load_LE[layer]
+        return leave_out_share(
+            self.rows_S,
+            self.members_T,
+            self.begin_S,
+            self.end_S,
+            profile.type_T,
+            profile.trace.experts_TLk[:, layer],
+            profile.token_counts_UE(layer),
+            profile.token_count_U,
+            load_E / load_E.sum(),
+            kappa,
+        )
+
+
+@numba.njit(cache=True)
+def leave_out_share(rows_S, members_T, begin_S, end_S, type_T, experts_Tk, counts_UE, tokens_U, prior_E, kappa):  # type: ignore[no-untyped-def]
+    samples, experts, k = len(rows_S), len(prior_E), experts_Tk.shape[1]
+    share = np.empty((samples, experts), dtype=np.float32)
+    for s in range(samples):
+        u = type_T[rows_S[s]]
+        row = counts_UE[u].astype(np.float64)
+        for m in range(begin_S[s], end_S[s]):
+            for j in range(k):
+                row[experts_Tk[members_T[m], j]] -= 1.0
+        rest = tokens_U[u] - (end_S[s] - begin_S[s])
+        for e in range(experts):
+            share[s, e] = (row[e] / k + kappa * prior_E[e]) / (rest + kappa)
+    return share
+
+
+@numba.njit(cache=True)
+def rank_scores(share_SE, rank_E, k, ranks):  # type: ignore[no-untyped-def]
+    """Fixed-point scores [S, G]: k times the share of each rank's experts (phantom experts beyond E have none)."""
+    samples, experts = share_SE.shape
+    score = np.empty((samples, ranks), dtype=np.int32)
+    total = np.empty(ranks, dtype=np.float64)
+    for s in range(samples):
+        total[:] = 0.0
+        for e in range(experts):
+            total[rank_E[e]] += share_SE[s, e]
+        for g in range(ranks):
+            score[s, g] = np.int32(np.rint(total[g] * k * FIXED_POINT))
+    return score
+
+
+@numba.njit(cache=True)
+def local_counts(experts_Sk, home_S, experts, ranks):  # type: ignore[no-untyped-def]
+    """local_EG: assignments to e from tokens at home g."""
+    local = np.zeros((experts, ranks), dtype=np.int64)
+    for s in range(experts_Sk.shape[0]):
+        for j in range(experts_Sk.shape[1]):
+            local[experts_Sk[s, j], home_S[s]] += 1
+    return local
+
+
+@numba.njit(cache=True)
+def alternate(share_SE, experts_Sk, load_FE, rank_E, ranks, capacity, weight, target, iterations):  # type: ignore[no-untyped-def]
+    """(J, rank_E): the best placement met while homes and experts are improved in turn, starting from rank_E."""
+    k = experts_Sk.shape[1]
+    capacity_G = np.full(ranks, capacity, dtype=np.int64)
+    best_value, best_rank = -1e30, rank_E.copy()
+    for _ in range(iterations):
+        home_S = capped_owners(rank_scores(share_SE, rank_E, k, ranks), capacity_G)
+        local_EG = local_counts(experts_Sk, home_S, len(rank_E), ranks)
+        now = value(local_EG, load_FE, rank_E, weight, target)
+        if now <= best_value + 1e-9:
+            break
+        best_value, best_rank = now, rank_E.copy()
+        kept = rank_E.copy()
+        exchange(local_EG, load_FE, kept, weight, target)
+        fresh = best_experts(local_EG, load_FE, weight, target)
+        if value(local_EG, load_FE, fresh, weight, target) > value(local_EG, load_FE, kept, weight, target):
+            rank_E = fresh
+        else:
+            rank_E = kept
+    return best_value, best_rank
