@@ -133,13 +133,18 @@ class ServingLoop:
         self.steps = 0
         self._pending: list[int] = []
         self._in_flight: StepPlan | None = None
-        self._now_ms = 0.0
+        self._now_ms = self._step_start_ms = 0.0
         self._unfinished = count
         self._submitted = np.zeros(count, dtype=bool)
 
     @property
     def done(self) -> bool:
         return self._unfinished == 0
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended, those that have not arrived included."""
+        return self._unfinished
 
     def submit(self, request: Request, now_ms: float) -> None:
         """Hand in a request; it takes part from the next step on."""
@@ -176,6 +181,7 @@ class ServingLoop:
             return float(future.min()) if len(future) else None
         columns = np.array(entries, dtype=np.int64).T
         self._in_flight = StepPlan(self.steps, *np.ascontiguousarray(columns))
+        self._step_start_ms = self._now_ms
         self.steps += 1
         return self._in_flight
 
@@ -186,7 +192,7 @@ class ServingLoop:
         if not duration_ms >= 0:
             raise ValueError(f"duration_ms={duration_ms} must be a number >= 0")
         self._in_flight = None
-        self._now_ms += duration_ms
+        self._now_ms = max(self._now_ms, self._step_start_ms + duration_ms)  # requests may have arrived meanwhile
         ids, early = step.request_N, set(finished)
         self.computed_R[ids] += step.count_N
         np.add.at(self.kv_used_G, step.rank_N, step.count_N)

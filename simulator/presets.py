@@ -124,7 +124,7 @@ def residuals(law: ExpertLaw, points: list[tuple[float, float, float]]) -> tuple
 
 def build(preset: Preset, data: Path) -> dict[str, Any]:
     """The content of one conf/cluster file."""
-    hardware = pd.read_csv(data / "hardware_presets.csv").set_index("preset").loc[preset.hardware]
+    hardware: Any = pd.read_csv(data / "hardware_presets.csv").set_index("preset").loc[preset.hardware]
     raw: dict[str, Any] = {
         "name": preset.name,
         "nodes": preset.nodes,
@@ -173,7 +173,7 @@ def _experts(preset: Preset, data: Path, raw: dict[str, Any], said: dict[str, st
     points = moe_points(pd.read_csv(data / "moe_fused_qwen3_30b_a3b.csv"), *preset.moe)
     spec = pd.read_csv(data / "hardware_presets.csv").set_index("preset")
     measured_on = {"h100_sxm": "h100_sxm", "a100_sxm": "a100_sxm_80g", "l40s": "l40s_pcie"}
-    chip = spec.loc[measured_on.get(preset.moe[0], preset.moe[0])]
+    chip: Any = spec.loc[measured_on.get(preset.moe[0], preset.moe[0])]
     law = fit_expert_law(points, *QWEN3, memory_gbps=float(chip.mem_GBps), tflops=float(chip.bf16_dense_TFLOPS))
     raw |= {
         "memory_efficiency": round(float(law.memory_efficiency), 4),

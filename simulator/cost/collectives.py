@@ -1,0 +1,225 @@
+"""From the pairs of a collective to its time (DESIGN section 6).
+
+Inside a node of n ranks, with nccl-tests' count of bytes and curve_n the measured latency over n ranks:
+
+    S_eq = max(largest egress, largest ingress) * n / (n - 1)        time = max(curve_n(S_eq), curve_2(2 * largest pair))
+
+All-reduce: S_eq is the buffer. On a mesh the largest pair has one link to itself: S_eq >= n * largest pair. Between
+nodes each rank has its NIC: nic_alpha + largest NIC load / nic_gbps; the tiers overlap, the slower one counts. Without a
+curve: alpha + bytes / bandwidth. Ranks that share cores (CPU) do each other's work: their load is
+max(largest * cores / n, mean) where cores < n.
+Worked example: 8 ranks, each sends 1 MiB to each other: egress 7 MiB, S_eq = 8 MiB.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semmoe.dispatch import METADATA_BYTES, DispatchSpec
+from semmoe.errors import UserError
+from semmoe.specs import ClusterSpec
+from semmoe.traffic import Collective, Traffic
+
+from ..topology import Topology
+from .curves import Blend, CurveSet
+from .loads import Loads, hierarchical_loads, loads_of
+from .low_latency import LowLatencyTable
+
+Float = NDArray[np.float64]
+PHASE = {
+    "srs": "srs",
+    "reduce_scatter": "srs",
+    "sag": "sag",
+    "all_gather": "sag",
+    "expert_ids": "sag",
+    "dispatch": "dispatch",
+    "combine": "combine",
+}
+NCCL_OP = {"srs": "reduce_scatter", "reduce_scatter": "reduce_scatter", "sag": "all_gather", "all_gather": "all_gather"}
+TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
+
+
+def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
+    """Names under which a cluster may hold the curve of an operation, the most specific first.
+
+    Presets hold nccl-tests' four; a calibration may add what it measured through the harness's own transport:
+    "dispatch.a2a_dedup", "combine.allgather_rs", "srs", "sag", ...
+    """
+    if op in ("dispatch", "combine"):
+        generic = (
+            {"dispatch": "all_gather", "combine": "reduce_scatter"}[op] if dispatcher == "allgather_rs" else "alltoall"
+        )
+        return (f"{op}.{dispatcher}", generic)
+    return (op, NCCL_OP.get(op, op))
+
+
+class CollectiveCost:
+    """Times of all collectives of a Traffic over the first `ranks` ranks of a cluster.
+
+    allow_roofline: price an operation that was neither measured nor given an alpha by bandwidth alone, instead of
+    refusing. `marks` gathers the words of provenance.
+    """
+
+    def __init__(
+        self, cluster: ClusterSpec, spec: DispatchSpec, ranks: int, slots_per_rank: int, allow_roofline: bool = False
+    ) -> None:
+        self.cluster, self.spec, self.ranks, self.slots_per_rank = cluster, spec, ranks, slots_per_rank
+        self.allow_roofline = allow_roofline
+        self.topology = Topology.of(cluster, ranks)
+        self.inner = self.topology.ranks_per_node
+        self.marks: set[str] = set()
+        self._curves = CurveSet(cluster.curves)
+        self._picked: dict[str, Blend | None] = {}
+        self._skew_known = cluster.provenance.get("skew", "").startswith("measured")
+        fits = spec.dispatcher == "low_latency" and self.topology.nodes == 1
+        self._table = LowLatencyTable.of(cluster, ranks) if fits else None
+
+    def phases_us(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
+        """Microseconds per layer of "srs", "dispatch", "combine" and "sag". copies_LGN: see loads.node_copies."""
+        times: dict[str, Float] = {}
+        if self.ranks == 1 or not traffic.tokens:
+            return times
+        reduces = 0
+        for collective in self._merged(traffic):
+            if collective.op == "all_reduce":
+                phase, reduces = ("sag" if reduces else "srs"), reduces + 1
+                time = self._all_reduce_us(collective)
+            else:
+                phase = PHASE[collective.op]
+                time = self._pairs_us(collective, traffic, copies_LGN)
+            times[phase] = times[phase] + time if phase in times else time
+        return times
+
+    def _merged(self, traffic: Traffic) -> list[Collective]:
+        """Expert ids travel beside the all-gather of the rows: one collective of wider rows."""
+        made: list[Collective] = []
+        for c in traffic.collectives:
+            if c.op == "expert_ids" and made and made[-1].op in ("sag", "all_gather"):
+                made[-1] = Collective(made[-1].op, made[-1].row_bytes + c.row_bytes, made[-1].rows_LGG)
+            else:
+                made.append(c)
+        return made
+
+    def _pairs_us(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Float:
+        assert c.rows_LGG is not None
+        loads = self._loads(c, traffic, copies_LGN)
+        row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
+        if loads.skewed and not self._skew_known:
+            self.marks.add("skew_unvalidated")
+        if self._table is not None and c.op in ("dispatch", "combine"):
+            self.marks.add("interpolated")
+            return self._table.time_us(c.op, loads.port_L * c.row_bytes)
+        time = self._inside_us(c.op, loads, row_bytes, traffic)
+        if self.topology.nodes > 1:
+            self.marks.add("fitted")
+            time = np.maximum(time, self.cluster.nic_alpha_us + loads.nic_L * row_bytes / (self.cluster.nic_gbps * 1e3))
+        return time
+
+    def _loads(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Loads:
+        assert c.rows_LGG is not None
+        flat = self.topology.nodes == 1 or (
+            c.op in ("dispatch", "combine") and self.spec.dispatcher in ("a2a_assignment", "low_latency")
+        )
+        if flat:
+            return loads_of(c.rows_LGG, self.inner)
+        if c.op not in ("dispatch", "combine") or self.spec.dispatcher == "allgather_rs":
+            shape = (*traffic.homes_LG.shape, self.topology.nodes)  # every token goes to every node once
+            copies_LGN = np.broadcast_to(traffic.homes_LG[:, :, None], shape)
+        outward = c.rows_LGG.swapaxes(1, 2) if c.op in TOWARDS_HOME else c.rows_LGG
+        return hierarchical_loads(np.ascontiguousarray(outward), copies_LGN, self.inner)
+
+    def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> float:
+        """Slot ids and gate weights, shared out over the rows that they travel with."""
+        if self.spec.dispatcher == "allgather_rs":
+            return float(self.spec.top_k * METADATA_BYTES)
+        rows = c.remote_rows_LGG().sum() if traffic.metadata_bytes else 0
+        return traffic.metadata_bytes / rows if rows else 0.0
+
+    def _inside_us(self, op: str, loads: Loads, row_bytes: float, traffic: Traffic) -> Float:
+        n = self.inner
+        if n == 1:
+            return np.zeros_like(loads.port_L)
+        port = self._shared(loads, traffic, op) * row_bytes
+        pair = loads.pair_L * row_bytes
+        curve = self._curve(op, n)
+        if curve is None:
+            return self._alpha_beta_us(port, pair) + self._sizes_us(op, None)
+        size = port * (n / (n - 1))
+        if self.cluster.topology == "mesh":
+            size = np.maximum(size, n * pair)
+        time = curve.time_us(size)
+        if size.max(initial=0.0) > curve.last_bytes:
+            self.marks.add("extrapolated")
+        if n > 2 and not self.cluster.cores and self.cluster.topology != "mesh":
+            two = self._curves.exact(curve_names(op, self.spec.dispatcher), 2)
+            if two is not None:
+                time = np.maximum(time, two.time_us(2 * pair))
+        return time + self._sizes_us(op, curve)
+
+    def _shared(self, loads: Loads, traffic: Traffic, op: str) -> Float:
+        """Rows at the busiest port, or the load that counts where ranks share cores."""
+        cores, n = self.cluster.cores, self.inner
+        if not cores:
+            return loads.port_L
+        if self.spec.dispatcher == "low_latency" and op in ("dispatch", "combine"):
+            # the CPU stand-in of the one-sided exchange moves all of its fixed places, filled or not
+            places = traffic.homes_LG.max(axis=1) * min(self.spec.top_k, self.slots_per_rank)
+            return (places * (n - 1)).astype(np.float64)
+        return np.maximum(loads.port_L * min(1.0, cores / n), loads.mean_port_L)
+
+    def _sizes_us(self, op: str, curve: Blend | None) -> float:
+        """Ranks tell each other how many rows come, before an all-to-all of unknown sizes: one empty exchange.
+
+        A curve measured for the dispatcher itself holds it already.
+        """
+        if op != "dispatch" or self.spec.dispatcher not in ("a2a_assignment", "a2a_dedup"):
+            return 0.0
+        if curve is None:
+            return self.cluster.alpha_us
+        return 0.0 if curve.low.op.startswith("dispatch.") else float(curve.time_us(0.0))
+
+    def _all_reduce_us(self, c: Collective) -> Float:
+        assert c.buffer_rows_L is not None
+        size, n, nodes = c.buffer_rows_L * c.row_bytes, self.inner, self.topology.nodes
+        time: Float = np.zeros(len(size))
+        if n > 1:
+            curve = self._curve("all_reduce", n)
+            share: Float = np.asarray(2 * (n - 1) / n * size, dtype=np.float64)
+            time = self._alpha_beta_us(share, share / (n - 1)) if curve is None else curve.time_us(size)
+        if nodes > 1:  # reduce-scatter inside, all-reduce of the shares between nodes, all-gather inside
+            self.marks.add("fitted")
+            across = 2 * (nodes - 1) / nodes * size / n
+            time = time + self.cluster.nic_alpha_us + across / (self.cluster.nic_gbps * 1e3)
+        return time
+
+    def _curve(self, op: str, ranks: int) -> Blend | None:
+        if op not in self._picked:
+            self._picked[op] = curve = self._curves.pick(curve_names(op, self.spec.dispatcher), ranks)
+            if curve is not None:
+                self.marks |= {"interpolated", *curve.marks}
+        return self._picked[op]
+
+    def _alpha_beta_us(self, port_bytes: Float, pair_bytes: Float) -> Float:
+        cluster = self.cluster
+        if not cluster.alpha_us > 0:
+            if not self.allow_roofline:
+                held = ", ".join(self._curves.names()) or "none"
+                raise UserError(
+                    f"cluster {cluster.name}: no curve for the collectives of {self.spec.flow}/{self.spec.dispatcher} "
+                    f"(curves held: {held}) and no alpha_us; measure them (semmoe calibrate), set alpha_us, or accept "
+                    "bandwidth alone with cost.allow_roofline=true"
+                )
+            self.marks.add("roofline")
+        else:
+            self.marks.add(_first_word(cluster.provenance.get("link", cluster.provenance.get("all", "fitted"))))
+        time = cluster.alpha_us + port_bytes / (cluster.link_gbps * 1e3)
+        if cluster.topology == "mesh" and cluster.mesh_link_gbps:
+            time = np.maximum(time, cluster.alpha_us + pair_bytes / (cluster.mesh_link_gbps * 1e3))
+        return time
+
+
+def _first_word(text: str) -> str:
+    known = ("measured", "fitted", "assumed", "uncalibrated")
+    word = text.split()[0].rstrip(":,") if text else "fitted"
+    return word if word in known else "fitted"

@@ -1,0 +1,81 @@
+"""Small terms around experts and collectives: gate, permutation, planning. What a calibration may write, and defaults.
+
+`semmoe calibrate` measures these and writes them into the cluster file; a preset leaves them out and gets the default,
+marked "assumed". Every term of a rank is fixed + per_row * rows:
+
+    host_us.gate      fixed part of the gate (scores, top-k) of a layer           per_row_ns.gate     per home token
+    host_us.permute   fixed part of packing, sorting and adding rows of a layer   per_row_ns.permute  per row handled:
+                      expert rows + rows sent + rows received
+    host_us.plan      fixed part of planning a layer (tp_shuffled)                per_row_ns.plan     per token and layer
+    host_us.step      fixed part of a forward pass (scope full_model)
+    host_us.attention shortest attention kernel of a layer (scope full_model)
+
+A name may be followed by a dispatcher or flow, which then rules: "permute.a2a_dedup", "gate.tp_replicated",
+"plan.dp". Rows are counted on the slowest rank; ranks that share cores wait for the sum over ranks / cores.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semmoe.dispatch import DispatchSpec
+from semmoe.specs import ClusterSpec, ModelSpec
+
+from .dense import GemmRoofline
+
+Float = NDArray[np.float64]
+LAUNCH_US = 5.0  # one small kernel with its gap, where nothing was measured (aiconfigurator uses 3)
+PLAN_US = 10.0  # table look-up, assignment and permutation kernels of one layer
+
+
+class HostCost:
+    """Terms of one configuration in microseconds, per rank; combine ranks with `slowest`."""
+
+    def __init__(self, cluster: ClusterSpec, model: ModelSpec, spec: DispatchSpec) -> None:
+        self.cluster, self.model, self.spec = cluster, model, spec
+        self.gemm = GemmRoofline(cluster)
+        self.marks: set[str] = set()
+        copied_bytes = 2 * spec.row_bytes  # a row is read and written
+        copy_ns = copied_bytes / (cluster.memory_efficiency * cluster.memory_gbps)
+        gate_ns = 1e3 * self.gemm.per_row_us(model.hidden, model.num_experts)
+        self._gate = self._term("gate", LAUNCH_US, gate_ns)
+        self._permute = self._term("permute", 2 * LAUNCH_US, copy_ns)
+        planned = spec.flow == "tp_shuffled"
+        self._plan = self._term("plan", PLAN_US if planned else 0.0, 0.0)
+
+    def _term(self, name: str, fixed_us: float, per_row_ns: float) -> tuple[float, float]:
+        for key in (f"{name}.{self.spec.dispatcher}", f"{name}.{self.spec.flow}", name):
+            if key in self.cluster.host_us or key in self.cluster.per_row_ns:
+                self.marks.add(
+                    "measured" if self.cluster.provenance.get("host", "").startswith("measured") else "fitted"
+                )
+                return float(self.cluster.host_us.get(key, 0.0)), float(self.cluster.per_row_ns.get(key, 0.0))
+        if fixed_us or per_row_ns:
+            self.marks.add("assumed")
+        return fixed_us, per_row_ns
+
+    def gate_us(self, tokens_LG: NDArray[np.integer]) -> Float:
+        """Gate of the tokens that each rank scores."""
+        return self._rows(self._gate, tokens_LG)
+
+    def permute_us(self, rows_LG: NDArray[np.integer]) -> Float:
+        return self._rows(self._permute, rows_LG)
+
+    def plan_us(self, tokens: int) -> float:
+        """Planning of one layer for all tokens of the step."""
+        fixed, per_row_ns = self._plan
+        return fixed + per_row_ns * tokens / 1e3 if tokens else 0.0
+
+    @staticmethod
+    def _rows(term: tuple[float, float], rows_LG: NDArray[np.integer]) -> Float:
+        fixed, per_row_ns = term
+        return np.where(rows_LG > 0, fixed + rows_LG * (per_row_ns / 1e3), 0.0)
+
+
+def slowest(time_LG: Float, cores: int) -> Float:
+    """What a layer waits for: the slowest rank, or all ranks' work over the cores where these are fewer."""
+    longest: Float = time_LG.max(axis=-1)
+    if 0 < cores < time_LG.shape[-1]:
+        return np.maximum(longest, time_LG.sum(axis=-1) / cores)
+    return longest

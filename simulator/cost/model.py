@@ -1,0 +1,101 @@
+"""CostModel: milliseconds of every part of a layer, for one model, cluster, flow and dispatcher.
+
+All layers of a forward pass are priced in one call; arrays carry the layer axis L of the Traffic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semmoe.dispatch import DispatchSpec
+from semmoe.specs import ClusterSpec, ModelSpec
+from semmoe.traffic import Traffic
+
+from .attention import AttentionCost, AttentionLoad
+from .collectives import CollectiveCost
+from .dense import DenseCost
+from .experts import ExpertTimes
+from .host import HostCost, slowest
+
+Float = NDArray[np.float64]
+
+
+class CostModel:
+    """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost.
+
+    `provenance()` names the sources of everything priced so far.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        spec: DispatchSpec,
+        ep_size: int,
+        slots: int | None = None,
+        allow_roofline: bool = False,
+    ) -> None:
+        self.model, self.cluster, self.spec, self.ep_size = model, cluster, spec, ep_size
+        self.network = CollectiveCost(cluster, spec, ep_size, (slots or model.num_experts) // ep_size, allow_roofline)
+        self.host = HostCost(cluster, model, spec)
+        tp = 1 if spec.flow == "dp" else ep_size
+        self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
+        self._dense = DenseCost(cluster, model, tp)
+        self._roofline_used = False
+
+    def collectives(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
+        """Milliseconds per layer of the phases srs, dispatch, combine and sag that the traffic has."""
+        return {name: time / 1e3 for name, time in self.network.phases_us(traffic, copies_LGN).items()}
+
+    def experts(self, rows_LG: NDArray[np.integer], active_LG: NDArray[np.integer]) -> Float:
+        """Milliseconds per layer until the slowest rank's experts are done."""
+        return slowest(self._experts.time_us(rows_LG, active_LG), self.cluster.cores) / 1e3
+
+    def gate(self, traffic: Traffic) -> Float:
+        """Milliseconds per layer of scores and top-k: of the tokens at home, or of all tokens in tp_replicated."""
+        return slowest(self.host.gate_us(self._scored_LG(traffic)), self.cluster.cores) / 1e3
+
+    def permute(self, traffic: Traffic) -> Float:
+        """Milliseconds per layer of packing, sorting and adding up rows around the exchange."""
+        return slowest(self.host.permute_us(handled_rows_LG(traffic)), self.cluster.cores) / 1e3
+
+    def plan(self, tokens: int) -> float:
+        """Milliseconds of planning one layer: table look-up, homes, permutation."""
+        return self.host.plan_us(tokens) / 1e3
+
+    def attention(self, load: AttentionLoad) -> float:
+        """Milliseconds of one attention block until the slowest rank is done."""
+        self._roofline_used = True
+        return float(slowest(self._attention.time_us(load), self.cluster.cores)) / 1e3
+
+    def shared(self, load: AttentionLoad) -> float:
+        """Milliseconds of the shared experts of one MoE layer."""
+        return float(slowest(self._dense.shared_us(load.tokens_G), self.cluster.cores)) / 1e3
+
+    def outside_layers(self, load: AttentionLoad) -> float:
+        """Milliseconds of a forward pass outside its MoE layers and attention: dense layers, LM head, host."""
+        dense_layers = self.model.num_layers - self.model.num_moe_layers
+        dense = dense_layers * slowest(self._dense.dense_us(load.tokens_G), self.cluster.cores)
+        head = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
+        return (float(dense) + float(head) + float(self.cluster.host_us.get("step", 200.0))) / 1e3
+
+    def provenance(self) -> str:
+        """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""
+        marks = self.network.marks | self.host.marks | {self._experts.provenance}
+        return ", ".join(sorted(marks | ({"roofline"} if self._roofline_used else set())))
+
+    def _scored_LG(self, traffic: Traffic) -> NDArray[np.int64]:
+        if self.spec.flow != "tp_replicated":
+            return traffic.homes_LG
+        return np.full_like(traffic.homes_LG, traffic.tokens)
+
+
+def handled_rows_LG(traffic: Traffic) -> NDArray[np.int64]:
+    """Rows that pass through each rank's hands: its experts' rows, those it sends and those that it receives."""
+    rows_LG = traffic.expert_rows_LG
+    for c in traffic.collectives:
+        if c.op == "dispatch" and c.rows_LGG is not None:
+            local_LG = np.diagonal(c.rows_LGG, axis1=1, axis2=2)
+            rows_LG = rows_LG + c.rows_LGG.sum(axis=2) + c.rows_LGG.sum(axis=1) - 2 * local_LG
+    return rows_LG

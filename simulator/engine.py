@@ -1,0 +1,157 @@
+"""Discrete-event simulation of a served workload, and of fixed batches, over the shared core's state machines.
+
+    arrivals ──submit──> ServingLoop ──StepPlan──> StepPlanner ──routes──> Traffic ──CostModel──> duration ──> complete
+
+Simulated time is simpy's, in milliseconds. All ranks of attention-DP step together: a step lasts as long as its slowest
+rank in every phase, and ranks without a request take part with no rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from semmoe.locality import LocalityMeter
+from semmoe.planning import StepPlanner
+from semmoe.serving import ServingLoop, StepPlan
+from semmoe.traffic import Traffic, count_traffic
+
+from .cost.attention import AttentionLoad
+from .cost.loads import node_copies
+from .cost.model import CostModel
+from .layer import LayerTimes, time_layers
+
+Float = NDArray[np.float64]
+Event = Generator[Any, Any, None]
+
+
+@dataclass(eq=False)
+class Timeline:
+    """What happened: one LayerTimes a step, in order. `idle_rank_steps`: (step, rank) pairs without a token."""
+
+    meter: LocalityMeter
+    steps: list[LayerTimes] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    idle_rank_steps: int = 0
+    end_ms: float = 0.0
+
+    def phase_ms(self, name: str) -> Float:
+        """Samples of a phase over all steps and MoE layers; "attention", "layer" and "step" too. Empty: no such phase."""
+        if name == "step":
+            return np.array([s.step_ms for s in self.steps])
+        if name == "attention":
+            return np.array([s.attention_ms for s in self.steps if s.attention_ms])
+        arrays = [s.layer_ms_L if name == "layer" else s.phases_L.get(name, np.zeros(0)) for s in self.steps]
+        return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+class StepTimer:
+    """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it."""
+
+    def __init__(self, planner: StepPlanner, cost: CostModel, meter: LocalityMeter, full_model: bool = False) -> None:
+        self.planner, self.cost, self.full_model = planner, cost, full_model
+        self.timeline = Timeline(meter)
+        self._ranks, self._slots = planner.ranks, planner.placement.num_slots
+        inner = cost.network.inner
+        self._per_node = inner if cost.network.topology.nodes > 1 and cost.spec.dispatcher == "a2a_dedup" else 0
+
+    def run(
+        self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
+    ) -> Traffic:
+        """One forward pass over these rows of the trace; its times are appended to the timeline."""
+        routed = self.planner.route(rows_T, queue_T)
+        traffic = count_traffic(routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self.cost.spec)
+        copies = None
+        if self._per_node and routed.homes_TL is not None:
+            copies = node_copies(routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self._per_node)
+        self.timeline.meter.add(traffic)
+        self.timeline.steps.append(time_layers(self.cost, traffic, load, copies))
+        return traffic
+
+    def run_plan(self, step: StepPlan, token_start_R: NDArray[np.int64], queues: int) -> LayerTimes:
+        """One forward pass of a StepPlan."""
+        rows_T, queue_T = step.token_rows(token_start_R)
+        load = AttentionLoad.of(step, queues) if self.full_model else None
+        self.run(rows_T, queue_T, load)
+        self.timeline.plans.append(step)
+        self.timeline.idle_rank_steps += queues - len(np.unique(step.rank_N))
+        return self.timeline.steps[-1]
+
+
+def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) -> Timeline:
+    """Serve every request of the loop: arrivals at their times, steps of predicted length. show: a progress bar."""
+    env = simpy.Environment()
+    arrived = env.event()
+    bar = progress(len(loop.requests), "serving", show)
+
+    def arrivals() -> Event:
+        nonlocal arrived
+        for request in sorted(loop.requests, key=lambda r: (r.arrival_ms, r.id)):
+            if request.arrival_ms > env.now:
+                yield env.timeout(request.arrival_ms - env.now)
+            loop.submit(request, env.now)
+            if not arrived.triggered:
+                arrived.succeed()
+        yield env.timeout(0)
+
+    def server() -> Event:
+        nonlocal arrived
+        while not loop.done:
+            step = loop.next_step(env.now)
+            if not isinstance(step, StepPlan):
+                arrived = env.event()
+                yield arrived
+                continue
+            times = timer.run_plan(step, loop.token_start_R, len(loop.queues))
+            yield env.timeout(times.step_ms)
+            finished = loop.unfinished
+            loop.complete(step, times.step_ms)
+            bar.update(finished - loop.unfinished)
+
+    env.process(arrivals())
+    done = env.process(server())
+    env.run(until=done)
+    bar.close()
+    timer.timeline.end_ms = float(env.now)
+    return timer.timeline
+
+
+def replay(plans: Iterable[StepPlan], token_start_R: NDArray[np.int64], queues: int, timer: StepTimer) -> Timeline:
+    """Re-execute logged step plans: the same batches as the logged run formed, with predicted durations."""
+    for step in plans:
+        timer.timeline.end_ms += timer.run_plan(step, token_start_R, queues).step_ms
+    return timer.timeline
+
+
+def simulate_batches(
+    batches: Iterator[tuple[NDArray[np.int64], NDArray[np.integer] | None]], timer: StepTimer, show: bool = False
+) -> Timeline:
+    """Fixed batches of (rows of the trace, home rank of each row or None), one forward pass each."""
+    with progress(None, "batches", show) as bar:
+        for rows_T, queue_T in batches:
+            timer.run(rows_T, queue_T, batch_load(len(rows_T), queue_T, timer) if timer.full_model else None)
+            timer.timeline.end_ms += timer.timeline.steps[-1].step_ms
+            bar.update()
+    return timer.timeline
+
+
+def batch_load(tokens: int, queue_T: NDArray[np.integer] | None, timer: StepTimer) -> AttentionLoad:
+    """Attention of a batch of loose tokens: as if each were the first of its prompt (no batch knows its KV lengths)."""
+    if queue_T is None:
+        count = np.array([float(tokens)])
+    else:
+        count = np.bincount(queue_T, minlength=timer.planner.ranks).astype(np.float64)
+    return AttentionLoad(count, count, count, np.zeros_like(count))
+
+
+def progress(total: int | None, what: str, show: bool) -> Any:
+    """A progress bar on standard error, on a terminal and after two seconds only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, delay=2, disable=not (show and sys.stderr.isatty()), leave=False)

@@ -1,0 +1,59 @@
+"""LayerTimes: how long each phase of each MoE layer of one forward pass takes, and the pass as a whole.
+
+A layer is plan -> gate -> permute -> srs -> dispatch -> experts -> combine -> sag (+ shared experts, `other`), each as
+long as its slowest rank: the exchanges between them are barriers. scope "moe_layers" is what the harness's MoE stack
+runs; "full_model" adds attention, dense layers, LM head and the host's share to the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semmoe.traffic import Traffic
+
+from .cost.attention import AttentionLoad
+from .cost.model import CostModel
+
+Float = NDArray[np.float64]
+PHASES = ("plan", "gate", "permute", "srs", "dispatch", "experts", "combine", "sag", "other")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """phases_L[name]: milliseconds per MoE layer (absent: the flow has no such phase). attention_ms: one block.
+    step_ms: the whole forward pass within the scope."""
+
+    phases_L: dict[str, Float]
+    step_ms: float
+    attention_ms: float = 0.0
+    layer_ms_L: Float = field(default_factory=lambda: np.zeros(0))
+
+
+def time_layers(
+    cost: CostModel,
+    traffic: Traffic,
+    load: AttentionLoad | None = None,
+    copies_LGN: NDArray[np.integer] | None = None,
+) -> LayerTimes:
+    """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time."""
+    layers = traffic.num_layers
+    if not traffic.tokens:
+        return LayerTimes({}, 0.0, 0.0, np.zeros(layers))
+    phases = {"gate": cost.gate(traffic), "permute": cost.permute(traffic)}
+    plan_ms = cost.plan(traffic.tokens)
+    if plan_ms:
+        phases["plan"] = np.full(layers, plan_ms)
+    phases["experts"] = cost.experts(traffic.expert_rows_LG, traffic.active_experts_LG)
+    phases |= cost.collectives(traffic, copies_LGN)
+    attention_ms = outside_ms = 0.0
+    if load is not None:
+        attention_ms, outside_ms = cost.attention(load), cost.outside_layers(load)
+        shared_ms = cost.shared(load)
+        if shared_ms:
+            phases["other"] = np.full(layers, shared_ms)
+    layer_ms_L: Float = np.sum(list(phases.values()), axis=0)
+    step_ms = float(layer_ms_L.sum()) + cost.model.num_layers * attention_ms + outside_ms
+    return LayerTimes(phases, step_ms, attention_ms, layer_ms_L)
