@@ -3,7 +3,7 @@
 Maximise, per layer, J = share of training assignments served at home - load_weight * sum_g max(0, load_g / mean -
 load_target), where homes are the ones that scheduling would choose (at most home_cap times the mean a rank) and every
 rank holds equally many experts. Homes and experts are improved in turn, each exactly given the other, from several
-starts: the first half random, the others perturbations of the best so far. See token_homes.py (attention-TP, a home
+starts: the first quarter random, the others perturbations of the best so far. See token_homes.py (attention-TP, a home
 per token and layer), request_homes.py (attention-DP, one home a request), exchange.py and replicas.py.
 """
 
@@ -38,14 +38,14 @@ class Semantic:
 
     def __init__(
         self,
-        restarts: int = 12,
+        restarts: int = 16,
         load_weight: float = 1.0,
         load_target: float = 1.05,
         home_cap: float = 1.10,
         iterations: int = 12,
         sample_tokens: int = 8192,
         kappa: float = 2.0,
-        kick: float = 0.3,
+        kick: float = 0.15,
         load_folds: int = 4,
     ) -> None:
         for name, number, least in (
@@ -116,7 +116,7 @@ class Semantic:
         self, start: int, best_rank_E: NDArray[np.int64], ranks: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
         experts = len(best_rank_E)
-        if start == 0 or start < self.restarts // 2 or self.kick == 0:
+        if start == 0 or start < self.restarts // 4 or self.kick == 0:
             return rng.permutation(np.arange(experts) % ranks)
         moved = rng.choice(experts, size=max(2, round(self.kick * experts)), replace=False)
         kicked = best_rank_E.copy()
@@ -151,7 +151,7 @@ class Semantic:
         deadline = time.monotonic() + problem.time_limit_s
         best, best_rank, done = -np.inf, np.zeros((layers, wide_LRE.shape[2]), dtype=np.int64), 0
         for start in range(self.restarts):
-            if start == 0 or start < self.restarts // 2:
+            if start == 0 or start < self.restarts // 4:
                 home_R = rng.permutation(np.arange(requests) % ranks)
             else:
                 home_R = request_homes(wide_LRE, one_hot(best_rank, ranks), capacity)
