@@ -43,15 +43,20 @@ TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
 def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
     """Names under which a cluster may hold the curve of an operation, the most specific first.
 
-    Presets hold nccl-tests' four; a calibration may add what it measured through the harness's own transport:
-    "dispatch.a2a_dedup", "combine.allgather_rs", "srs", "sag", ...
+    Presets hold nccl-tests' four; a calibration may add what it measured through the harness's own transport, under
+    the dispatcher ("dispatch.a2a_dedup") or the transport's operation ("gather_rows", "dispatch_slots", "srs").
     """
-    if op in ("dispatch", "combine"):
-        generic = (
-            {"dispatch": "all_gather", "combine": "reduce_scatter"}[op] if dispatcher == "allgather_rs" else "alltoall"
+    if op not in ("dispatch", "combine"):
+        return (op, NCCL_OP.get(op, op))
+    outward = op == "dispatch"
+    if dispatcher == "allgather_rs":
+        return (
+            f"{op}.{dispatcher}",
+            *(("gather_rows", "all_gather") if outward else ("reduce_rows", "reduce_scatter")),
         )
-        return (f"{op}.{dispatcher}", generic)
-    return (op, NCCL_OP.get(op, op))
+    if dispatcher == "low_latency":
+        return (f"{op}.{dispatcher}", f"{op}_slots", "alltoall")
+    return (f"{op}.{dispatcher}", op, "alltoall")
 
 
 class CollectiveCost:
@@ -177,7 +182,7 @@ class CollectiveCost:
             return 0.0
         if curve is None:
             return self.cluster.alpha_us
-        return 0.0 if curve.low.op.startswith("dispatch.") else float(curve.time_us(0.0))
+        return 0.0 if curve.low.op.startswith("dispatch") else float(curve.time_us(0.0))
 
     def _all_reduce_us(self, c: Collective) -> Float:
         assert c.buffer_rows_L is not None
