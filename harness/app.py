@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+import psutil
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from semmoe.errors import UserError
+from semmoe.results import write_atomically
 from semmoe.run import Run
 from semmoe.session import folder_of
+from semmoe.specs import ClusterSpec
 from semmoe.steplog import step_log_path
 
+from .calibrate import QUICK, Effort, cluster_dict, collect, residuals
+from .environment import environment, usable_cores
 from .measure import measure_run
 from .pool import open_pool
 from .torchrun import follow, is_follower
@@ -33,6 +46,64 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
                     path = step_log_path(folder_of(run.cfg), run.config_id, run.repeat)
                     row["steps_file"] = log.save(path).name
                 yield run, row
+
+
+def calibrate(run: Run, effort: Effort = QUICK) -> Path:
+    """Measure single operations on run.ep_size ranks and write the cluster file that `cluster.file` names.
+
+    The raw samples go beside it (.samples.json). Prints how well the file describes its own samples. Under torchrun a
+    follower returns when rank 0 has finished.
+    """
+    file = run.cfg["cluster"].get("file")
+    if not file:
+        raise UserError(f"cluster={run.cluster.name} has no `file` to write; semmoe calibrate needs cluster=local")
+    path = Path(file)
+    if is_follower():
+        follow(_timeout_s(run))
+        return path
+    with open_pool(run.ep_size, _timeout_s(run)) as pool, _Bars() as bars:
+        samples = collect(pool, run, effort, bars.show)
+    memory_gib = psutil.virtual_memory().total / 2**30
+    content = cluster_dict(run, samples, usable_cores(), memory_gib, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+    ClusterSpec.from_dict(content)  # what is written must be readable
+    report = residuals(samples, content, run.ep_size)
+    raw = {
+        "environment": environment(run.ep_size),
+        "collectives_us": [[*key, *map(float, us)] for key, us in samples.collectives.items()],
+        "experts_us": [[*key, *us] for key, us in samples.experts.items()],
+        "local_us": [[*key, *value] for key, value in samples.local.items()],
+        "residuals": report,
+    }
+    write_atomically(path.with_suffix(".samples.json"), json.dumps(raw, indent=1))
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
+    for what, figure, meaning in report:
+        print(f"{what:40s} {figure:7.3f} {meaning}")
+    print(f"written: {path}")
+    return path
+
+
+class _Bars:
+    """One progress bar a stage, on a terminal only and only where a stage takes two seconds."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._what = ""
+
+    def show(self, what: str, done: int, total: int) -> None:
+        if what != self._what or self._bar is None or total != self._bar.total:
+            self.close()
+            self._what, self._bar = what, tqdm(total=total, desc=what, delay=2, disable=not sys.stderr.isatty())
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
 
 
 def _timeout_s(run: Run) -> float:

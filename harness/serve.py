@@ -89,6 +89,9 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
         stack.execute(stack.inputs(planner.route(rows_T, queue_T)), barrier_each_layer=False)
     server = Server(run.serving_loop()) if context.rank == 0 else None
     with no_collection():
+        dist.barrier()
+        if server is not None:
+            server.clock = Clock()  # the first request arrives now, not while the garbage collector ran
         while True:
             plan = _broadcast_plan(server.next_plan(context) if server else None)
             if plan is None:
