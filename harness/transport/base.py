@@ -193,10 +193,10 @@ class RowTransport:
         for d, part in enumerate(filled.split(list(send_G))):
             places[d, : len(part)] = part
         got = self._slots_all_to_all(places)
-        meta = _fresh(got[:, :METADATA_BYTES]).view(torch.int32)
+        meta = fresh(got[:, :METADATA_BYTES]).view(torch.int32)
         used = (meta[:, 0] != EMPTY_SLOT).nonzero().flatten()
         rows_G = torch.bincount(used // max(capacity, 1), minlength=self.ranks).tolist()
-        rows = as_rows(_fresh(got.index_select(0, used)[:, METADATA_BYTES:]), rows_NC)
+        rows = as_rows(fresh(got.index_select(0, used)[:, METADATA_BYTES:]), rows_NC)
         self._count("dispatch", row_bytes(rows_NC), send_G, rows_G, local_rows)
         self.counter.metadata(sum(send_G) * METADATA_BYTES, len(used) * METADATA_BYTES)
         self.counter.now.padding_bytes += ((self.ranks - 1) * capacity - sum(send_G)) * width
@@ -225,7 +225,7 @@ class RowTransport:
         self.counter.exchange("dispatch", width, [len(rows_NC)] * self.ranks, got_G)
         away = self.ranks - 1
         self.counter.metadata(len(rows_NC) * away * meta_width, (sum(got_G) - len(rows_NC)) * meta_width)
-        rows, meta = _fresh(got[:, :width]), _fresh(got[:, width:])
+        rows, meta = fresh(got[:, :width]), fresh(got[:, width:])
         return Received(as_rows(rows, rows_NC), meta.view(meta_NM.dtype), got_G, got_G)
 
     def reduce_rows(self, rows_TH: Tensor, counts_G: Sequence[int]) -> Tensor:
@@ -283,7 +283,7 @@ def as_rows(bytes_NB: Tensor, like_NC: Tensor) -> Tensor:
     return bytes_NB.reshape(-1).view(like_NC.dtype).view(-1, *like_NC.shape[1:])
 
 
-def _fresh(part: Tensor) -> Tensor:
+def fresh(part: Tensor) -> Tensor:
     """A copy at offset 0 of its storage: a byte slice of one row is contiguous but may be unaligned for a wider dtype."""
     return part.clone(memory_format=torch.contiguous_format)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -44,6 +45,14 @@ class ShufflePlan:
     @property
     def tokens(self) -> int:
         return len(self.perm_T)
+
+    @cached_property
+    def counts_on_device_G(self) -> Tensor:
+        return torch.tensor(self.counts_G, dtype=torch.int64, device=self.perm_T.device)
+
+    @cached_property
+    def starts_on_device_G(self) -> Tensor:
+        return torch.tensor(self.starts_G, dtype=torch.int64, device=self.perm_T.device)
 
     def mine_T(self, rank: int) -> Tensor:
         """The tokens that `rank` is home to, in its order."""

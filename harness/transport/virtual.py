@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base import PeerBuffer, RowTransport
+from .base import PeerBuffer
+from .peer import PeerTransport, peer_buffer, poison
 
 Result = TypeVar("Result")
 
@@ -32,13 +33,13 @@ class _Meeting:
         return everybody
 
 
-class VirtualTransport(RowTransport):
+class VirtualTransport(PeerTransport):
     """One of several ranks of a process; made by `run_virtual`."""
 
     name = "virtual"
 
-    def __init__(self, rank: int, ranks: int, meeting: _Meeting) -> None:
-        super().__init__(rank, ranks)
+    def __init__(self, rank: int, ranks: int, meeting: _Meeting, kernel_path: str = "torch") -> None:
+        super().__init__(rank, ranks, kernel_path)
         self._meeting = meeting
 
     def _all_to_all(self, flat: Tensor, send_bytes_G: Sequence[int], receive_bytes_G: Sequence[int]) -> Tensor:
@@ -52,30 +53,26 @@ class VirtualTransport(RowTransport):
     def _swap_sizes(self, sizes_Gn: Sequence[Sequence[int]]) -> list[list[int]]:
         return [list(rows[self.rank]) for rows in self._meeting.swap(self.rank, sizes_Gn)]
 
-    def _reduce_scatter(self, chunks_G: list[Tensor]) -> Tensor:
-        everybody = self._meeting.swap(self.rank, chunks_G)
-        out = sum_in_rank_order([chunks[self.rank] for chunks in everybody])
-        self._meeting.barrier.wait()
-        return out
+    def _publish(self, x: Tensor) -> list[Tensor]:
+        return self._meeting.swap(self.rank, x)
 
-    def _all_reduce(self, x: Tensor) -> Tensor:
-        out = sum_in_rank_order(self._meeting.swap(self.rank, x))
+    def _release(self) -> None:
         self._meeting.barrier.wait()
-        return out
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._meeting.swap(self.rank, value)
 
     def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> PeerBuffer:
         """A buffer on every rank (collective), filled with NaN where the dtype has it, so that unused rows show."""
-        local = poisoned(rows, cols, dtype)
-        return peer_buffer(self.rank, self._meeting.swap(self.rank, local))
+        return peer_buffer(self.rank, self._meeting.swap(self.rank, poison(torch.empty(rows, cols, dtype=dtype))))
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
 
-def run_virtual(ranks: int, body: Callable[[VirtualTransport], Result], timeout_s: float = 60.0) -> list[Result]:
+def run_virtual(
+    ranks: int, body: Callable[[VirtualTransport], Result], kernel_path: str = "torch", timeout_s: float = 60.0
+) -> list[Result]:
     """body(transport) on every virtual rank at once; results in rank order, or the first rank's own error."""
     meeting = _Meeting(ranks, timeout_s)
     results: list[Any] = [None] * ranks
@@ -83,7 +80,7 @@ def run_virtual(ranks: int, body: Callable[[VirtualTransport], Result], timeout_
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(VirtualTransport(rank, ranks, meeting))
+            results[rank] = body(VirtualTransport(rank, ranks, meeting, kernel_path))
         except BaseException as error:
             errors.append((rank, error))
             meeting.barrier.abort()
@@ -97,21 +94,3 @@ def run_virtual(ranks: int, body: Callable[[VirtualTransport], Result], timeout_
         own = [e for _, e in errors if not isinstance(e, threading.BrokenBarrierError)]
         raise own[0] if own else errors[0][1]
     return results
-
-
-def sum_in_rank_order(parts_G: Sequence[Tensor]) -> Tensor:
-    """fp32 sum in rank order, so that every rank gets the same bits, in the dtype of the parts."""
-    total = parts_G[0].float()
-    for part in parts_G[1:]:
-        total = total + part.float()
-    return total.to(parts_G[0].dtype)
-
-
-def poisoned(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """[rows, cols] of NaN (zeros for integers): what nobody writes stays visible."""
-    return torch.full((rows, cols), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-
-
-def peer_buffer(rank: int, peers_G: list[Tensor]) -> PeerBuffer:
-    table_G = torch.tensor([p.data_ptr() for p in peers_G], dtype=torch.int64)
-    return PeerBuffer(peers_G[rank], peers_G, table_G)

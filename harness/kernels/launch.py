@@ -1,0 +1,148 @@
+"""Launching SRS and SAG: the grid, the barrier's buffers, and the checks that keep ranks from hanging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from semmoe.errors import UserError
+
+from ..transport.base import PeerTransport
+from ..transport.plan import ShufflePlan
+from .sag import sag_kernel
+from .srs import srs_kernel
+
+BLOCKS = 16  # the same on all ranks, whatever their token counts: blocks wait for each other by number
+
+
+@dataclass(frozen=True, eq=False)
+class BarrierState:
+    """Pads, epochs and status of the fused barrier: one for each stream, shared by SRS and SAG."""
+
+    pad_table_G: Tensor
+    epochs_B: Tensor
+    status_1: Tensor
+    blocks: int
+    spin_limit: int = 0
+
+    def check(self) -> None:
+        """RuntimeError when a block gave up waiting (spin_limit > 0 only). Reads device memory."""
+        if int(self.status_1):
+            raise RuntimeError("a rank did not arrive at the barrier of SRS or SAG within the spin limit")
+
+
+def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int = 0) -> BarrierState:
+    """Collective. Refuses virtual ranks: their programs run one after another, so a wait would never end."""
+    if transport.name == "virtual":
+        raise UserError("virtual ranks cannot wait for each other inside a kernel; launch without a barrier")
+    pads = transport.alloc(blocks, transport.ranks, torch.int32)
+    device = pads.local.device
+    transport.barrier()
+    return BarrierState(
+        pads.table_G,
+        torch.zeros(blocks, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        blocks,
+        spin_limit,
+    )
+
+
+def launch_srs(
+    x_table_G: Tensor,
+    like_TH: Tensor,
+    plan: ShufflePlan,
+    rank: int,
+    residual_TH: Tensor | None = None,
+    out_NH: Tensor | None = None,
+    barrier: BarrierState | None = None,
+    exit_barrier: bool = False,
+    blocks: int = BLOCKS,
+) -> tuple[Tensor, Tensor]:
+    """(rows [counts[rank], H], int32 [W] rows pulled from each rank as the kernel counted them).
+
+    x_table_G: addresses of X [T, H], contiguous, dtype and width of like_TH. out_NH: where to write (rows beyond
+    counts[rank] stay as they are), default a new tensor. barrier: wait for the peers inside the kernel.
+    """
+    ranks, hidden = len(x_table_G), like_TH.shape[1]
+    out = like_TH.new_empty(plan.counts_G[rank], hidden) if out_NH is None else out_NH
+    if len(out) < plan.counts_G[rank]:
+        raise ValueError(f"out has {len(out)} rows, rank {rank} gets {plan.counts_G[rank]}")
+    device = like_TH.device
+    pulled_G = torch.zeros(ranks, dtype=torch.int32, device=device)
+    grid = barrier.blocks if barrier else blocks
+    srs_kernel[(grid,)](
+        x_table_G,
+        plan.perm_T,
+        plan.starts_on_device_G,
+        plan.counts_on_device_G,
+        out if residual_TH is None else residual_TH,
+        out,
+        pulled_G,
+        *_barrier_arguments(barrier, pulled_G, x_table_G),
+        rank,
+        H=hidden,
+        BLOCK_H=triton.next_power_of_2(hidden),
+        W=ranks,
+        W_PADDED=triton.next_power_of_2(ranks),
+        RESIDUAL=residual_TH is not None,
+        COUNT=True,
+        **_barrier_options(barrier, exit_barrier),
+        num_warps=8,
+    )
+    return out[: plan.counts_G[rank]], pulled_G
+
+
+def launch_sag(
+    z_table_G: Tensor,
+    like_NC: Tensor,
+    plan: ShufflePlan,
+    rank: int = 0,
+    out_TC: Tensor | None = None,
+    barrier: BarrierState | None = None,
+    exit_barrier: bool = False,
+    blocks: int = BLOCKS,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, C] in original order, int32 [W] rows pulled from each rank as the kernel counted them).
+
+    rank: only the barrier needs it.
+    """
+    ranks, width = len(z_table_G), like_NC.shape[1]
+    out = like_NC.new_empty(plan.tokens, width) if out_TC is None else out_TC
+    if len(out) < plan.tokens:
+        raise ValueError(f"out has {len(out)} rows for {plan.tokens} tokens")
+    pulled_G = torch.zeros(ranks, dtype=torch.int32, device=like_NC.device)
+    grid = barrier.blocks if barrier else blocks
+    sag_kernel[(grid,)](
+        z_table_G,
+        plan.owner_T,
+        plan.slot_T,
+        out,
+        pulled_G,
+        *_barrier_arguments(barrier, pulled_G, z_table_G),
+        rank,
+        plan.tokens,
+        C=width,
+        BLOCK_C=triton.next_power_of_2(width),
+        W=ranks,
+        W_PADDED=triton.next_power_of_2(ranks),
+        COUNT=True,
+        **_barrier_options(barrier, exit_barrier),
+        num_warps=8,
+    )
+    return out[: plan.tokens], pulled_G
+
+
+def _barrier_arguments(barrier: BarrierState | None, any_int32: Tensor, any_table: Tensor) -> tuple[Tensor, ...]:
+    """(pad table, epochs, status); without a barrier the kernel never looks at what stands in their place."""
+    if barrier is None:
+        return any_table, any_int32, any_int32
+    return barrier.pad_table_G, barrier.epochs_B, barrier.status_1
+
+
+def _barrier_options(barrier: BarrierState | None, exit_barrier: bool) -> dict[str, int | bool]:
+    if exit_barrier and barrier is None:
+        raise ValueError("an exit barrier needs a barrier")
+    return {"SYNC": barrier is not None, "EXIT": exit_barrier, "SPIN_LIMIT": barrier.spin_limit if barrier else 0}

@@ -1,0 +1,66 @@
+"""SAG kernel: all-gather of finished rows, pulled from their owners straight into original order.
+
+    out[t] = Z_owner[t][slot[t]]      t < T, the same on every rank
+
+Z_r [>= counts[r], C] of rank r is found through `z_table`, int64 addresses [W]. One read and one write an element.
+
+Worked example, W = 2, T = 3, owner [1, 0, 1], slot [0, 0, 1]: out = [Z_1[0], Z_0[0], Z_1[1]].
+
+Memory ordering: as for SRS. The entry barrier makes every peer's Z complete; a peer's arrival at the next SRS barrier
+proves that it has read its rows, so Z may be written again after that.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .barrier import arrive_and_wait
+
+
+@triton.jit
+def sag_kernel(
+    z_table,
+    owner,
+    slot,
+    out,
+    pulled,
+    pad_table,
+    epochs,
+    status,
+    rank,
+    tokens,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    W: tl.constexpr,
+    W_PADDED: tl.constexpr,
+    COUNT: tl.constexpr,
+    SYNC: tl.constexpr,
+    EXIT: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    block = tl.program_id(0)
+    epoch = 0
+    if SYNC:
+        epoch = tl.load(epochs + block) + 1
+        seen = arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)
+        if seen < epoch:
+            tl.store(status, 1)
+    col = tl.arange(0, BLOCK_C)
+    inside = col < C
+    t = block
+    while t < tokens:
+        from_rank = tl.load(owner + t)
+        row = tl.load(slot + t).to(tl.int64)
+        base = tl.multiple_of(tl.load(z_table + from_rank), 16)
+        z = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
+        values = tl.load(z + row * C + col, mask=inside)
+        tl.store(out + t.to(tl.int64) * C + col, values, mask=inside)
+        if COUNT:
+            tl.atomic_add(pulled + from_rank, 1)
+        t += tl.num_programs(0)
+    if EXIT:
+        epoch += 1
+        arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)
+    if SYNC:
+        tl.store(epochs + block, epoch)

@@ -1,0 +1,81 @@
+"""SRS kernel: reduce-scatter of partial sums, pulled row by row in the order of the rank's tokens.
+
+    out[i] = sum over r of X_r[perm[starts[rank] + i]]  (+ residual[the same token])      i < counts[rank]
+
+X_r [T, H] of rank r is found through `x_table`, int64 addresses [W]. Every element is read once from each peer and
+written once; sums are fp32 and in rank order, so the result does not depend on the rank that computes it. Any counts
+are exact, also 0 and T; rows of `out` from counts[rank] on are not touched.
+
+Worked example, W = 2, T = 3, perm [1, 0, 2], starts [0, 1], counts [1, 2], rank 1: out[0] = X_0[0] + X_1[0],
+out[1] = X_0[2] + X_1[2].
+
+Memory ordering: with SYNC the entry barrier (`barrier.py`) makes every peer's X complete before it is read, and no exit
+barrier is needed while SRS and SAG, or two SRS with different X, alternate on one stream. EXIT adds one, after which X
+may be overwritten at once. Without SYNC the caller has made X visible.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .barrier import arrive_and_wait
+
+
+@triton.jit
+def srs_kernel(
+    x_table,
+    perm,
+    starts,
+    counts,
+    residual,
+    out,
+    pulled,
+    pad_table,
+    epochs,
+    status,
+    rank,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    W: tl.constexpr,
+    W_PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    COUNT: tl.constexpr,
+    SYNC: tl.constexpr,
+    EXIT: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    block = tl.program_id(0)
+    epoch = 0
+    if SYNC:
+        epoch = tl.load(epochs + block) + 1
+        seen = arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)
+        if seen < epoch:
+            tl.store(status, 1)
+    count = tl.load(counts + rank)
+    start = tl.load(starts + rank)
+    col = tl.arange(0, BLOCK_H)
+    inside = col < H
+    rows = 0
+    i = block
+    while i < count:
+        token = tl.load(perm + start + i).to(tl.int64)
+        total = tl.zeros([BLOCK_H], dtype=tl.float32)
+        for r in tl.static_range(W):
+            base = tl.multiple_of(tl.load(x_table + r), 16)
+            x = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
+            total += tl.load(x + token * H + col, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            total += tl.load(residual + token * H + col, mask=inside, other=0.0).to(tl.float32)
+        row = i.to(tl.int64)
+        tl.store(out + row * H + col, total.to(out.dtype.element_ty), mask=inside)
+        rows += 1
+        i += tl.num_programs(0)
+    if COUNT:
+        for r in tl.static_range(W):
+            tl.atomic_add(pulled + r, rows)
+    if EXIT:
+        epoch += 1
+        arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)
+    if SYNC:
+        tl.store(epochs + block, epoch)
