@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +84,7 @@ class Data:
     homes_TL: np.ndarray | None
 
 
+@functools.cache  # virtual ranks and the oracle share it
 def make_data(case: Case, ranks: int) -> Data:
     rng = np.random.default_rng(case.seed + 17 * case.tokens)
     placement = make_placement(case.placement, ranks, rng)

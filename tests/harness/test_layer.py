@@ -24,6 +24,15 @@ PLACEMENTS = ("contiguous", "random", "replicas")
 FP32, BF16, FP8 = 1e-5, 2e-2, 5e-2  # fp8 e4m3 keeps 3 bits of mantissa: 2^-4 a value at worst, less in the norm
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():  # type: ignore[no-untyped-def]
+    """Virtual ranks are threads already; more threads inside each only get into each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def process_cases() -> list[Case]:
     """Every pair with every number of tokens, placements and homes taken in turn; then bf16 and the options."""
     turns = itertools.cycle(itertools.product(PLACEMENTS, ("spread", "one", "ends", "spread")))
