@@ -1,0 +1,131 @@
+"""Engine: nothing lost, lock step with idle ranks, reproducible, queueing as theory says, replay of logged plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import make_trace
+from simulator_kit import timer_for
+
+from semmoe.schedule.round_robin import RoundRobin
+from semmoe.serving import PREFILL, Request, ServingLimits, ServingLoop
+from semmoe.traffic import count_traffic
+from semmoe.workload import Workload, batches
+from simulator.engine import replay, simulate_batches, simulate_serving
+from simulator.layer import LayerTimes
+
+
+def serve(flow="dp", requests=None, limits=None, timer=None, **options):
+    trace = make_trace()
+    timer = timer or timer_for(flow, "a2a_dedup" if flow != "tp_replicated" else None, trace=trace, **options)
+    requests = requests or Workload.sample(trace, 30, "poisson", 300.0, seed=1).requests
+    loop = ServingLoop(requests, 4 if flow == "dp" else 1, limits or ServingLimits(32, 8, 400), RoundRobin())
+    return simulate_serving(loop, timer), loop
+
+
+@pytest.mark.parametrize("flow", ["dp", "tp_shuffled", "tp_replicated"])
+def test_every_token_of_every_request_is_computed_once_and_counted(flow):
+    timeline, loop = serve(flow)
+    expected = int((loop.prompt_R + loop.output_R - 1).sum())
+    assert not loop.preemptions and timeline.meter.tokens == expected
+    assert np.isfinite(loop.finish_ms_R).all() and (loop.first_token_ms_R > loop.arrival_ms_R).all()
+    assert timeline.end_ms == pytest.approx(np.nanmax(loop.finish_ms_R))
+    assert timeline.meter.rows_LG.sum(axis=1).tolist() == [2 * expected] * 3, "k rows a token and layer"
+    if flow == "dp":
+        assert timeline.meter.homes_LG.sum(axis=1).tolist() == [expected] * 3
+
+
+def test_a_token_lost_between_plan_and_count_is_seen_in_the_counts():
+    timer = timer_for(trace=make_trace())
+    run = timer.run
+    timer.run = lambda rows, queue, load: run(rows[1:], queue[1:], load)  # type: ignore[method-assign, assignment]
+    timeline, loop = serve(timer=timer)
+    assert timeline.meter.tokens == int((loop.prompt_R + loop.output_R - 1).sum()) - len(timeline.steps)
+
+
+def test_steps_follow_each_other_and_requests_arriving_meanwhile_wait():
+    requests = [Request(0, 0.0, 10, 1), Request(1, 0.01, 10, 1, 20), Request(2, 1000.0, 10, 1, 40)]
+    timeline, loop = serve(requests=requests)
+    first, second, third = (s.step_ms for s in timeline.steps)
+    assert first > 0.01
+    assert loop.first_token_ms_R == pytest.approx([first, first + second, 1000 + third])
+
+
+def test_ranks_step_together_and_idle_ones_take_part_without_rows():
+    timeline, _ = serve(requests=[Request(0, 0.0, 10, 5)])
+    assert timeline.idle_rank_steps == 3 * len(timeline.steps)
+    assert timeline.meter.homes_LG[:, 1:].sum() == 0 and timeline.meter.homes_LG[:, 0].tolist() == [14] * 3
+
+
+def test_the_step_lasts_as_long_as_its_busiest_rank():
+    alone, _ = serve(requests=[Request(0, 0.0, 20, 1)])
+    beside, _ = serve(requests=[Request(0, 0.0, 20, 1), Request(1, 0.0, 1, 1, 20)])
+    assert len(beside.steps) == len(alone.steps) == 1
+    assert beside.steps[0].phases_L["gate"] == pytest.approx(alone.steps[0].phases_L["gate"])
+
+
+@pytest.mark.parametrize("full_model", [False, True])
+def test_same_seed_same_timeline(full_model):
+    runs = [serve(full_model=full_model)[0] for _ in range(2)]
+    for name in ("step", "layer", "dispatch", "experts"):
+        assert runs[0].phase_ms(name).tobytes() == runs[1].phase_ms(name).tobytes()
+    assert runs[0].meter.columns() == runs[1].meter.columns()
+
+
+class ConstantTimer:
+    """Stands for a StepTimer whose every step takes `step_ms`: a degenerate machine."""
+
+    def __init__(self, step_ms: float) -> None:
+        self.timeline, self.step_ms = timer_for().timeline, step_ms
+
+    def run_plan(self, step, token_start_R, queues):
+        self.timeline.plans.append(step)
+        self.timeline.steps.append(LayerTimes({}, self.step_ms))
+        return self.timeline.steps[-1]
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_one_request_at_a_time_waits_as_in_an_m_d_1_queue(load):
+    """Poisson arrivals, constant service D, one server: mean wait = load * D / (2 (1 - load)), Pollaczek-Khinchine."""
+    service_ms, count = 1.0, 20000
+    arrivals = np.cumsum(np.random.default_rng(3).exponential(service_ms / load, count))
+    requests = [Request(i, float(a), 1, 1) for i, a in enumerate(arrivals)]
+    loop = ServingLoop(requests, 1, ServingLimits(1, 1, 10))
+    simulate_serving(loop, ConstantTimer(service_ms))  # type: ignore[arg-type]
+    wait_ms = float((loop.finish_ms_R - arrivals).mean()) - service_ms
+    assert wait_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.08)
+
+
+def test_replay_reexecutes_the_logged_plans_and_counts_the_same_traffic():
+    timeline, loop = serve()
+    again = replay(timeline.plans, loop.token_start_R, 4, timer_for(trace=make_trace()))
+    assert again.phase_ms("step").tolist() == timeline.phase_ms("step").tolist()
+    assert (again.meter.rank_pairs_LGG == timeline.meter.rank_pairs_LGG).all()
+    assert again.end_ms == pytest.approx(timeline.phase_ms("step").sum())
+
+
+def test_batches_give_each_layer_a_time_and_count_every_batch():
+    trace = make_trace()
+    timer = timer_for(trace=trace)
+    steps = [(rows, trace.request_T[rows] % 4) for rows in batches(trace, 60, "shuffled", None, 0)]
+    timeline = simulate_batches(iter(steps), timer)
+    assert timeline.phase_ms("layer").shape == (len(steps) * 3,) and timeline.meter.tokens == 240
+    assert timeline.phase_ms("srs").size == 0 and timeline.phase_ms("attention").size == 0
+    assert timeline.end_ms == pytest.approx(timeline.phase_ms("layer").sum())
+
+
+def test_traffic_of_a_step_is_what_the_core_counts_from_the_routes():
+    trace = make_trace()
+    timer = timer_for(trace=trace)
+    rows, homes = np.arange(40, 90), np.arange(50) % 4
+    traffic = timer.run(rows, homes, None)
+    slots = trace.experts_TLk[rows].astype(np.int64)
+    expected = count_traffic(slots, homes, 8, 4, timer.cost.spec)
+    assert (traffic.rank_pairs_LGG == expected.rank_pairs_LGG).all()
+    assert (traffic.active_experts_LG == expected.active_experts_LG).all()
+
+
+def test_prefill_is_chunked_across_steps_in_the_simulator_too():
+    timeline, _ = serve(requests=[Request(0, 0.0, 20, 1)], limits=ServingLimits(8, 8, 400))
+    assert [p.count_N.tolist() for p in timeline.plans] == [[8], [8], [4]]
+    assert all((p.phase_N == PREFILL).all() for p in timeline.plans)
