@@ -1,0 +1,189 @@
+"""Bodies of the kernel tests: they run where TRITON_INTERPRET=1 was set before the kernels were imported."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_processes import transport_of
+
+from harness.reference import shuffle
+from harness.transport.peer import address_table
+from harness.transport.plan import ShufflePlan
+
+COUNTS = [[1, 20, 3, 0, 5, 1, 0, 9], [0, 0, 39, 0, 0, 0, 0, 0], [5] * 8]
+HIDDEN = 48  # not a power of two: the last columns of a block are masked
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def on_rank_zero(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments) if dist.get_rank() == 0 else None
+
+
+def plan_of(counts: list[int], seed: int = 1) -> ShufflePlan:
+    """Homes in random order: the permutation is not its own inverse, so a mixed-up direction shows."""
+    rng = np.random.default_rng(seed)
+    plan = ShufflePlan.from_homes(rng.permutation(np.repeat(np.arange(len(counts)), counts)), len(counts))
+    if plan.tokens > 7 and max(counts) < plan.tokens:
+        assert not torch.equal(plan.perm_T[plan.perm_T], torch.arange(plan.tokens))
+    return plan
+
+
+def check_virtual(counts: list[int], dtype: str) -> None:
+    """Both kernels, all ranks: fp32 equal to the twin to the bit, bf16 within one step (the interpreter truncates)."""
+    from harness.kernels.launch import launch_sag, launch_srs
+
+    plan, ranks = plan_of(counts), len(counts)
+    tolerance = {"fp32": 0.0, "bf16": 2**-7}[dtype]
+    x_GTH = torch.randn(ranks, plan.tokens, HIDDEN, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    rows_G = []
+    for rank in range(ranks):
+        out_TH = torch.full((plan.tokens, HIDDEN), torch.nan, dtype=x_GTH.dtype)
+        rows, pulled_G = launch_srs(address_table(list(x_GTH)), x_GTH[0], plan, rank, out_NH=out_TH, blocks=3)
+        expected, pulled_by_twin_G = shuffle.srs(list(x_GTH), plan, rank)
+        torch.testing.assert_close(rows, expected, rtol=tolerance, atol=0)
+        assert pulled_G.tolist() == pulled_by_twin_G == [counts[rank]] * ranks
+        assert out_TH[counts[rank] :].isnan().all()
+        rows_G.append(rows.contiguous())
+    out, pulled_G = launch_sag(address_table(rows_G), rows_G[0], plan, blocks=3)
+    assert torch.equal(out, shuffle.sag(rows_G, plan)[0])
+    assert pulled_G.tolist() == counts
+
+
+def check_sum(ranks: int, tokens: int) -> None:
+    from harness.kernels.launch import launch_sag, launch_srs
+
+    rng = np.random.default_rng(tokens)
+    plan = ShufflePlan.from_homes(rng.integers(0, ranks, tokens), ranks)
+    x_GTH = torch.from_numpy(rng.integers(-9, 9, (ranks, tokens, HIDDEN))).float()
+    table = address_table(list(x_GTH))
+    rows_G = [launch_srs(table, x_GTH[0], plan, rank)[0].contiguous() for rank in range(ranks)]
+    assert torch.equal(launch_sag(address_table(rows_G), rows_G[0], plan)[0], x_GTH.sum(0))
+
+
+def check_residual() -> None:
+    from harness.kernels.launch import launch_srs
+
+    plan = plan_of([3, 0, 6])
+    x_GTH, residual_TH = torch.ones(3, 9, HIDDEN), torch.arange(9.0)[:, None].repeat(1, HIDDEN)
+    for rank in (0, 2):
+        rows, _ = launch_srs(address_table(list(x_GTH)), x_GTH[0], plan, rank, residual_TH)
+        assert torch.equal(rows[:, 0], 3 + plan.mine_T(rank).float())
+
+
+def check_virtual_barrier_refused() -> None:
+    from harness.kernels.launch import make_barrier
+    from harness.transport.virtual import run_virtual
+    from semmoe.errors import UserError
+
+    try:
+        run_virtual(2, make_barrier)
+    except UserError as error:
+        assert "virtual ranks cannot wait" in str(error)
+    else:
+        raise AssertionError("a barrier among virtual ranks was allowed")
+
+
+def rounds(ranks: int, number: int, barrier: bool, exit_barrier: bool) -> int:
+    """SRS then SAG over shared memory, `number` rounds with other values, homes and delays each; rounds that were wrong.
+
+    Buffers X and Z are apart, so that one entry barrier a kernel must be enough. Without a barrier every second round
+    rank 0 comes late on purpose.
+    """
+    from harness.kernels.launch import launch_sag, launch_srs, make_barrier
+
+    transport = transport_of("shared", ranks)
+    if transport is None:
+        return 0
+    tokens, rank, wrong = 9, transport.rank, 0
+    x, z = (transport.alloc(tokens, HIDDEN, torch.float32) for _ in range(2))
+    state = make_barrier(transport, blocks=2, spin_limit=200_000) if barrier else None
+    late = random.Random(rank)
+    for index in range(number):
+        rng = np.random.default_rng(index)
+        homes_T = np.ones(tokens, int) if index % 3 == 2 else rng.integers(0, ranks, tokens)
+        plan = ShufflePlan.from_homes(homes_T, ranks)
+        values_GTH = torch.from_numpy(rng.integers(-99, 99, (ranks, tokens, HIDDEN))).float()
+        time.sleep(late.uniform(0, 0.02) if barrier else 0.1 * (rank == 0))
+        x.local.copy_(values_GTH[rank])
+        kept = {"barrier": state, "exit_barrier": exit_barrier, "blocks": 2}
+        rows, _ = launch_srs(x.table_G, x.local, plan, rank, **kept)
+        if exit_barrier:
+            x.local.fill_(torch.nan)  # allowed at once after an exit barrier
+        z.local[: len(rows)] = rows
+        time.sleep(late.uniform(0, 0.02) if barrier else 0.0)
+        out, _ = launch_sag(z.table_G, z.local, plan, rank, **kept)
+        wrong += not torch.equal(out, values_GTH.sum(0))
+        if state is not None:
+            state.check()
+    transport.barrier()
+    return wrong
+
+
+def lonely() -> str:
+    """Rank 0 of 2 enters a kernel that rank 1 never starts: the spin limit ends it, with a message."""
+    from harness.kernels.launch import launch_srs, make_barrier
+
+    transport = transport_of("shared", 2)
+    if transport is None:
+        return ""
+    x = transport.alloc(4, HIDDEN, torch.float32)
+    state = make_barrier(transport, blocks=1, spin_limit=50)
+    message = ""
+    if transport.rank == 0:
+        launch_srs(x.table_G, x.local, plan_of([2, 2]), 0, barrier=state)
+        try:
+            state.check()
+        except RuntimeError as error:
+            message = str(error)
+    transport.barrier()
+    return message
+
+
+def print_ptx() -> None:
+    """PTX of the kernels for a row of 2,048 bf16 and 8 ranks as JSON; needs no GPU."""
+    from harness.kernels.sag import sag_kernel
+    from harness.kernels.srs import srs_kernel
+
+    found = {}
+    for architecture, sync in ((80, False), (80, True), (90, False), (90, True)):
+        barrier = {"W": 8, "W_PADDED": 8, "COUNT": True, "SYNC": sync, "EXIT": False, "SPIN_LIMIT": 0}
+        suffix = f"{'synced' if sync else 'alone'}-{architecture}"
+        srs = {"H": 2048, "BLOCK_H": 2048, "RESIDUAL": False, **barrier}
+        found[f"srs-{suffix}"] = _ptx(srs_kernel, srs, architecture)
+        found[f"sag-{suffix}"] = _ptx(sag_kernel, {"C": 2048, "BLOCK_C": 2048, **barrier}, architecture)
+    found["unhinted-alone-90"] = _ptx(_unhinted_kernel(), {"C": 2048}, 90)
+    print(json.dumps(found))
+
+
+def _unhinted_kernel() -> Any:
+    import unhinted_kernel
+
+    return unhinted_kernel.copy_row
+
+
+TYPES = {
+    **dict.fromkeys(("x_table", "z_table", "perm", "starts", "counts", "owner", "slot", "pad_table"), "*i64"),
+    **dict.fromkeys(("residual", "out"), "*bf16"),
+    **dict.fromkeys(("pulled", "epochs", "status"), "*i32"),
+    **dict.fromkeys(("rank", "tokens"), "i32"),
+}
+
+
+def _ptx(kernel: Any, constants: dict[str, Any], architecture: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if TYPES.get(name, "").startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 8})
+    return str(compiled.asm["ptx"])
