@@ -65,7 +65,7 @@ class SharedMemory:
             time.sleep(5e-5)
             if time.monotonic() - started > self.timeout_s:
                 late = int(np.argmin(self._epochs_G))
-                raise RuntimeError(f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {late} in a barrier")
+                raise RuntimeError(f"rank {self.rank} waited {self.timeout_s:g} s for rank {late} in a barrier")
         _fence()
 
 
