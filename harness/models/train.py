@@ -34,6 +34,7 @@ class TrainOptions:
     out: str = str(TINY_DIR)
     state: str = "outputs/tiny_train.pt"  # resumable state: model, optimiser, step
     steps: int = 1500
+    stop_at: int = 1500  # end here, before the schedule of `steps` does
     sequences: int = 16
     sequence_tokens: int = 256
     learning_rate: float = 3e-3
@@ -163,15 +164,16 @@ def train(options: TrainOptions) -> TinyModel:
     optimiser = make_optimiser(model, options)
     first = load_state(state_path, model, optimiser)
     began = time.monotonic()
-    for step in range(first, options.steps):
+    last = min(options.steps, options.stop_at)
+    for step in range(first, last):
         for group in optimiser.param_groups:
             group["lr"] = options.learning_rate * learning_rate_factor(step, options)
         rng = np.random.default_rng([options.seed, step])  # by step, so that a resumed run draws the same windows
         batch = draw_batch(streams, options.sequences, options.sequence_tokens, rng)
         loss, balance = train_step(model, optimiser, batch, options)
-        if (step + 1) % 10 == 0 or step + 1 == options.steps:
-            print(progress(step + 1, first, options.steps, time.monotonic() - began, loss, balance), flush=True)
-        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+        if (step + 1) % 10 == 0 or step + 1 == last:
+            print(progress(step + 1, first, last, time.monotonic() - began, loss, balance), flush=True)
+        if (step + 1) % options.save_every == 0 or step + 1 == last:
             save_state(state_path, model, optimiser, step + 1)
             save_model(model, folder)
     report(model, held_out, options, folder)
@@ -192,7 +194,8 @@ def report(model: TinyModel, held_out: list[np.ndarray], options: TrainOptions, 
     losses = held_out_loss(model, held_out, options.sequence_tokens)
     recall = recall_per_layer(model, held_out, options.sequence_tokens)
     card = {
-        "steps": options.steps,
+        "steps": min(options.steps, options.stop_at),
+        "schedule_steps": options.steps,
         "tokens_per_step": options.sequences * options.sequence_tokens,
         "held_out_loss_nats": {domain: round(loss, 4) for domain, loss in losses.items()},
         f"held_out_token_recall_at_{model.config.top_k}": [round(value, 4) for value in recall],
