@@ -11,8 +11,8 @@ from torch.nn import functional
 
 
 def grouped_available(rows_NH: Tensor, w2_SHF: Tensor) -> bool:
-    """Whether F.grouped_mm can take these tensors: torch >= 2.10, on CPU strides that are multiples of 16 bytes."""
-    if not hasattr(functional, "grouped_mm"):
+    """Whether F.grouped_mm can take these tensors: torch >= 2.10, strides in multiples of 16 bytes, bf16 on CUDA."""
+    if not hasattr(functional, "grouped_mm") or (rows_NH.is_cuda and rows_NH.dtype != torch.bfloat16):
         return False
     hidden, width = w2_SHF.shape[-2], w2_SHF.shape[-1]
     size = rows_NH.element_size()
