@@ -24,6 +24,8 @@ from .trace import RoutingTrace
 from .traffic import count_traffic
 from .workload import batches
 
+PLANNED_ORDERS = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
@@ -131,12 +133,15 @@ class Recipe:
     ) -> dict[str, float]:
         """lar, fan_out and bytes_per_token expected on unseen requests, from the training part alone.
 
-        Each of `folds` parts of the training requests is evaluated with policies fitted on the others.
+        Each of `folds` parts of the training requests is evaluated with policies fitted on the others; in attention-DP
+        in several orders, because a request's home depends on when it comes and nobody knows the order beforehand.
         """
-        meters = [
-            self.locality(self.fit(fit), check, batch_tokens, composition)
-            for fit, check in Profile.fit(train).folds(folds, self.seed)
-        ]
+        meters = []
+        for part, (fit, check) in enumerate(Profile.fit(train).folds(folds, self.seed)):
+            fitted = self.fit(fit)
+            for order in range(PLANNED_ORDERS if self.home == "request" else 1):
+                shuffled_R = np.random.default_rng([self.seed, part, order]).permutation(check.num_requests)
+                meters.append(self.locality(fitted, check.select(shuffled_R), batch_tokens, composition))
         tokens = np.array([meter.tokens for meter in meters], dtype=float)
         columns = [meter.columns() for meter in meters]
         figures = {name: float(np.average([c[name] for c in columns], weights=tokens)) for name in ("lar", "fan_out")}

@@ -19,7 +19,8 @@ from .run import Run, RunBuilder
 
 
 def folder_of(cfg: dict[str, Any]) -> Path:
-    return Path(cfg["results_dir"]) / str(cfg["name"])
+    """Where the rows of a run go; replayed step plans go beside the measured rows that they came from."""
+    return Path(cfg["replay"]) / "replay" if cfg["replay"] else Path(cfg["results_dir"]) / str(cfg["name"])
 
 
 def progress(total: int, what: str) -> Any:
