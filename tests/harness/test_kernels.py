@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 def ptx() -> dict[str, str]:
     """PTX by kernel; compiled in a process of its own without the interpreter, which another test may have chosen."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", "import kernel_cases; kernel_cases.print_ptx()"],
         env=environment,
