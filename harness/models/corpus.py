@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from semmoe.errors import UserError
@@ -85,12 +86,17 @@ def is_held_out(file: Path, fraction: float, seed: int) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def load_corpus(part: str, held_out_fraction: float = 0.1, seed: int = 0, root: Path | None = None) -> list[Document]:
-    """Documents of one part ("train" or "held_out") in sorted order of their files."""
+@cache
+def load_corpus(
+    part: str, held_out_fraction: float = 0.1, seed: int = 0, root: Path | None = None
+) -> tuple[Document, ...]:
+    """Documents of one part ("train" or "held_out") in sorted order of their files; parsed once a process."""
     if part not in ("train", "held_out"):
         raise UserError(f"part={part!r} must be 'train' or 'held_out'")
     root = root or Path(sysconfig.get_paths()["stdlib"])
     wanted = part == "held_out"
-    return documents_of(
-        root, [path for path in stdlib_files(root) if is_held_out(path, held_out_fraction, seed) == wanted]
+    return tuple(
+        documents_of(
+            root, [path for path in stdlib_files(root) if is_held_out(path, held_out_fraction, seed) == wanted]
+        )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**COMMON, "num_local_experts": EXPERTS, "head_dim": 8}),
 }
 REQUESTS = [[5, 9, 1, 44, 60, 3, 3, 17], [2, 7, 30], [59, 58, 57, 1, 2, 3, 4, 5, 6, 11, 23]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on busy cores make models this small many times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def build(family: str) -> Any:
