@@ -20,6 +20,7 @@ from semmoe.dispatch import METADATA_BYTES
 
 from ..counting import Counter
 from .codec import bytes_of
+from .packing import as_rows, fresh, pack_bytes, row_bytes, unpack_bytes
 from .plan import ShufflePlan
 
 EMPTY_SLOT = 2**31 - 1  # metadata of an unused place in a fixed-capacity exchange
@@ -162,11 +163,11 @@ class RowTransport:
         """
         sizes_G2 = self._swap_sizes(list(zip(send_G, send_meta_G, strict=True)))
         width = row_bytes(rows_NC)
-        flat = _pack(bytes_of(rows_NC), send_G, bytes_of(meta_M2), send_meta_G)
+        flat = pack_bytes(bytes_of(rows_NC), send_G, bytes_of(meta_M2), send_meta_G)
         send_bytes = [n * width + m * METADATA_BYTES for n, m in zip(send_G, send_meta_G, strict=True)]
         receive_bytes = [n * width + m * METADATA_BYTES for n, m in sizes_G2]
         got = self._all_to_all(flat, send_bytes, receive_bytes)
-        rows, meta, rows_G, meta_G = _unpack(got, sizes_G2, width)
+        rows, meta, rows_G, meta_G = unpack_bytes(got, sizes_G2, width)
         received = Received(as_rows(rows, rows_NC), meta.view(torch.int32), rows_G, meta_G)
         self._count("dispatch", width, send_G, rows_G, local_rows)
         self.counter.metadata(sum(send_meta_G) * METADATA_BYTES, len(meta) * METADATA_BYTES)
@@ -266,39 +267,3 @@ class RowTransport:
         sent[self.rank] += local_rows
         got[self.rank] += local_rows
         self.counter.exchange(op, width, sent, got)
-
-
-def row_bytes(rows_NC: Tensor) -> int:
-    """Bytes of one row, also of an empty tensor."""
-    width = 1
-    for size in rows_NC.shape[1:]:
-        width *= size
-    return width * rows_NC.element_size()
-
-
-def as_rows(bytes_NB: Tensor, like_NC: Tensor) -> Tensor:
-    """Rows of bytes in the dtype and row shape of `like_NC`."""
-    if like_NC.dtype == torch.uint8:
-        return bytes_NB
-    return bytes_NB.reshape(-1).view(like_NC.dtype).view(-1, *like_NC.shape[1:])
-
-
-def fresh(part: Tensor) -> Tensor:
-    """A copy at offset 0 of its storage: a byte slice of one row is contiguous but may be unaligned for a wider dtype."""
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _pack(rows_NB: Tensor, send_G: Sequence[int], meta_M8: Tensor, send_meta_G: Sequence[int]) -> Tensor:
-    """[rows for rank 0, metadata for rank 0, rows for rank 1, ...] as one flat byte tensor."""
-    parts = []
-    for rows, meta in zip(rows_NB.split(list(send_G)), meta_M8.split(list(send_meta_G)), strict=True):
-        parts += [rows.reshape(-1), meta.reshape(-1)]
-    return torch.cat(parts)
-
-
-def _unpack(flat: Tensor, sizes_G2: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """(rows [N, width], metadata [M, 8], rows per rank, metadata entries per rank) of what `_pack` made."""
-    splits = [size for n, m in sizes_G2 for size in (n * width, m * METADATA_BYTES)]
-    parts = flat.split(splits)
-    rows, meta = torch.cat(parts[0::2]).view(-1, width), torch.cat(parts[1::2]).view(-1, METADATA_BYTES)
-    return rows, meta, [len(p) // width for p in parts[0::2]], [len(p) // METADATA_BYTES for p in parts[1::2]]

@@ -15,7 +15,8 @@ from torch import Tensor
 from semmoe.errors import UserError, nearest
 
 from ..reference import shuffle
-from .base import PeerBuffer, RowTransport, row_bytes
+from .base import PeerBuffer, RowTransport
+from .packing import row_bytes
 from .plan import ShufflePlan
 
 KERNEL_PATHS = ("torch", "triton")

@@ -18,8 +18,9 @@ from torch import Tensor
 from semmoe.dispatch import METADATA_BYTES, DispatchSpec
 from semmoe.errors import UserError
 
-from .base import PeerBuffer, Received, as_rows, fresh, row_bytes
+from .base import PeerBuffer, Received
 from .codec import bytes_of
+from .packing import as_rows, fresh, row_bytes
 from .peer import PeerTransport, peer_buffer, poison
 from .shared_memory import SharedMemory
 
