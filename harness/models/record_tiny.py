@@ -16,9 +16,10 @@ import torch
 
 import semmoe
 from semmoe.errors import UserError
+from semmoe.sources.huggingface import record
 from semmoe.trace import RoutingTrace
 
-from .checkpoint import END_OF_TEXT_ID, TINY_DIR, load_model
+from .checkpoint import END_OF_TEXT_ID, TINY_DIR
 from .corpus import DOMAINS, Document, documents_of, load_corpus
 from .tokenizer import load_tokenizer
 
@@ -40,24 +41,20 @@ def record_tiny(
     """Record and write `requests` requests of `tokens` tokens on average, half of them of each domain."""
     if requests < len(DOMAINS) or tokens < 8:
         raise UserError(f"requests={requests} must be at least {len(DOMAINS)} and tokens={tokens} at least 8")
+    from transformers import AutoModelForCausalLM
+
     labelled = draw_requests(requests, tokens, seed, model_dir)
-    model = load_model(model_dir)
-    captures = [model.moe_inputs(torch.from_numpy(ids_T)[None]) for _, ids_T in labelled]
     lengths = np.array([len(ids_T) for _, ids_T in labelled])
-    weights = torch.cat([capture.weights_LTk for capture in captures], dim=1).permute(1, 0, 2).numpy()
-    trace = RoutingTrace(
-        model="tiny",
-        num_experts=model.config.num_experts,
-        vocab_size=model.config.vocab_size,
-        experts_TLk=torch.cat([capture.experts_LTk for capture in captures], dim=1).permute(1, 0, 2).numpy(),
-        token_id_T=np.concatenate([ids_T for _, ids_T in labelled]),
-        request_offset_R1=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_len_R=np.round(lengths * np.random.default_rng(seed).uniform(*PROMPT_SHARE, len(lengths))).astype(
-            np.int32
-        ),
-        domain_R=np.array([domain for domain, _ in labelled]),
-        layer_ids_L=np.arange(model.config.num_layers),
-        gate_weight_TLk=weights.astype(np.float16) if gate_weights else None,
+    share_R = np.random.default_rng(seed).uniform(*PROMPT_SHARE, len(lengths))
+    # fp32, as the harness runs this model: bf16 would flip near-ties of the gate
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    trace = record(
+        model,
+        [ids_T.tolist() for _, ids_T in labelled],
+        [domain for domain, _ in labelled],
+        prompt_len=np.round(lengths * share_R).astype(np.int32).tolist(),
+        gate_weights=gate_weights,
+        name="tiny",
     )
     trace.save(out_path)
     return trace
