@@ -21,11 +21,11 @@ from semmoe.errors import UserError
 from .base import PeerBuffer, Received
 from .codec import bytes_of
 from .packing import as_rows, fresh, row_bytes
-from .peer import PeerTransport, peer_buffer, poison
+from .pull import PullTransport, peer_buffer, poison
 from .shared_memory import SharedMemory
 
 
-class SharedTransport(PeerTransport):
+class SharedTransport(PullTransport):
     """Over an initialised process group, used to agree on the memory and to gather objects only.
 
     stage_bytes: the most bytes that one rank stages in one operation (see `stage_bytes_for`). Pages are touched only

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import PeerBuffer
-from .peer import PeerTransport, peer_buffer, poison
+from .pull import PullTransport, peer_buffer, poison
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,7 @@ class _Meeting:
         return everybody
 
 
-class VirtualTransport(PeerTransport):
+class VirtualTransport(PullTransport):
     """One of several ranks of a process; made by `run_virtual`."""
 
     name = "virtual"

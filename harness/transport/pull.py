@@ -1,4 +1,4 @@
-"""PeerTransport: what transports share whose ranks can read each other's tensors: everything is pulled.
+"""PullTransport: what transports share whose ranks can read each other's tensors: everything is pulled.
 
 A subclass has `_publish(x)`, which makes x readable by all and returns everybody's once all are there, and `_release()`,
 called when this rank has read them.
@@ -23,7 +23,7 @@ KERNEL_PATHS = ("torch", "triton")
 _ONE_LAUNCH = threading.Lock()  # Triton's interpreter is not safe with threads
 
 
-class PeerTransport(RowTransport):
+class PullTransport(RowTransport):
     """kernel_path: "torch" pulls with the twins of `harness.reference.shuffle` (timed CPU runs); "triton" with the
     kernels of `harness.kernels`, on a CPU in the interpreter (correctness only; set TRITON_INTERPRET=1 first)."""
 
