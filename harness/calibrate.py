@@ -88,10 +88,11 @@ def collect(
 ) -> Samples:
     """Measure everything on the pool. run: gives the model's shape, ranks, placement, dtype and traces."""
     samples = Samples()
-    hidden = run.model.hidden
+    hidden, transport = run.model.hidden, str(run.cfg["transport"]["name"])
     for members, cases in _collective_cases(effort, pool.ranks):
         parts = pool.run(
             time_collectives,
+            transport,
             cases,
             hidden,
             effort.samples,
@@ -193,7 +194,7 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
     curves = curves_of(samples, ranks, run)
     slowest = [c for c in curves if c["op"] == "alltoall" and c["ranks"] == ranks]
     last = slowest[0] if slowest else {"bytes": [1.0], "latency_us": [1.0]}
-    said = f"measured {when}, {ranks} processes on {cores} cores, gloo, {run.spec.activation_dtype}"
+    said = f"measured {when}, {ranks} processes on {cores} cores, {run.cfg['transport']['name']}, {run.spec.activation_dtype}"
     return {
         "name": run.cluster.name,
         "nodes": 1,

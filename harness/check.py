@@ -22,15 +22,14 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3, "fp8": 6e-2}  # relative 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Fresh tensors start as NaN (bytes: 255, which is NaN in every float type), so that an unwritten row shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler: seconds
     memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fill
 
 

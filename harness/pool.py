@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self
 
+import psutil
+
 from semmoe.errors import UserError
 
 from .worker import DONE, FAILED, PROGRESS, STOP, work
 
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
+SHARED_MEMORY_BYTES = 1 << 30  # containers often get 64 MiB of /dev/shm, and writing past it kills a process
 GRACE_S = 1.5  # a peer's broken connection is often reported before its cause
 Progress = Callable[[int, int], None]
 
@@ -213,5 +216,9 @@ def open_pool(ranks: int, timeout_s: float = 120.0) -> Pool:
 
 
 def _shared_memory_folder() -> str | None:
-    """/dev/shm where the machine has it (buffers shared by ranks stay in memory), else the usual temporary folder."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """/dev/shm where the machine has room there (buffers of ranks stay in memory), else the usual temporary folder."""
+    try:
+        roomy = psutil.disk_usage("/dev/shm").free > SHARED_MEMORY_BYTES
+    except OSError:
+        return None
+    return "/dev/shm" if roomy and os.access("/dev/shm", os.W_OK) else None

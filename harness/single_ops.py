@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .record import no_collection
-from .stack import open_transport
+from .stack import make_transport
 from .timing import PhaseTimer
 from .transport.base import RowTransport
-from .transport.collective import CollectiveTransport
 from .transport.plan import ShufflePlan
 from .worker import RankContext
 
 Operation = Callable[[], Any]
+STAGE_BYTES = 64 << 20  # what one operation may stage in shared memory; pages are touched only when used
 META_INTS = 8  # int32 that gather_rows carries beside a row: slot and weight of four choices
 
 
@@ -42,19 +42,25 @@ class CpuTimer(PhaseTimer):
 
 
 def time_collectives(
-    context: RankContext, cases: Sequence[tuple[str, int, float]], hidden: int, samples: int, inner: int, members: int
+    context: RankContext,
+    name: str,
+    cases: Sequence[tuple[str, int, float]],
+    hidden: int,
+    samples: int,
+    inner: int,
+    members: int,
 ) -> dict[tuple[str, int, float], list[float]]:
-    """Microseconds a call, one value a sample, of every (operation, rows a rank, skew) among the first `members` ranks.
+    """Microseconds a call, one value a sample, of every (operation, rows a rank, skew) among the first `members` ranks,
+    over the transport `name`.
 
     rows: tokens at home on an average rank (srs, sag, ...), or rows that an average rank sends away (dispatch, ...).
     skew: share of all that rank 0 gets beyond its even part. Values are this rank's own; the pool takes the maximum.
     """
-    whole = open_transport(context, "collective")
     group = _subgroup(context, members)
     if context.rank >= members:
         dist.barrier()
         return {}
-    transport = whole if members == context.ranks else CollectiveTransport(group)
+    transport = make_transport(name, group, STAGE_BYTES)
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
     times: dict[tuple[str, int, float], list[float]] = {}
@@ -65,6 +71,7 @@ def time_collectives(
                 call()
             times[op, rows, skew] = [_wall_us(call, inner, group) for _ in range(samples)]
             context.progress(done, len(cases))
+    transport.close()
     if members < context.ranks:
         dist.barrier()
     return times

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.errors import UserError
+from semmoe.errors import UserError, nearest
 from semmoe.planning import RoutedStep
 from semmoe.run import Run
 from semmoe.schedule.base import capacity_of
@@ -25,7 +25,10 @@ from .reference.gate import Gating
 from .timing import PhaseTimer
 from .transport.base import Transport
 from .transport.codec import torch_dtype
+from .transport.shared import stage_bytes_for
 from .worker import RankContext
+
+TRANSPORTS = ("collective", "shared")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +61,13 @@ class Stack:
         if context.ranks != run.ep_size:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
-        self.transport = open_transport(context, run.cfg["transport"]["name"])
+        most = max_home_tokens(run)
         self.feed: Feed = make_feed(
             context, measure["feed"], run.model, run.heldout, float(measure["weight_scale"]), int(run.cfg["seed"])
         )
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
+        staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
+        self.transport = open_transport(context, run.cfg["transport"]["name"], staged)
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
@@ -76,7 +81,7 @@ class Stack:
             self.gating,
             self.timer,
             router,
-            max_home_tokens(run),
+            most,
         )
 
     def inputs(self, routed: RoutedStep) -> list[LayerInput]:
@@ -130,17 +135,26 @@ def max_home_tokens(run: Run) -> int:
     return capacity_of(most, ranks, run.recipe.home_cap if shuffled else 1.0)
 
 
-def open_transport(context: RankContext, name: str) -> Transport:
-    """The transport of this name, opened once a pool."""
-    opened: dict[str, Transport] = context.state.setdefault("transports", {})
-    if name not in opened:
-        opened[name] = _make_transport(name)
-    return opened[name]
+def open_transport(context: RankContext, name: str, stage_bytes: int = 0) -> Transport:
+    """The transport of this name, opened once a pool (again where it must stage more bytes). Collective."""
+    opened: dict[str, tuple[int, Transport]] = context.state.setdefault("transports", {})
+    reserved, transport = opened.get(name, (-1, None))
+    if transport is None or reserved < stage_bytes:
+        if transport is not None:
+            transport.close()
+        transport = make_transport(name, None, stage_bytes)
+        opened[name] = stage_bytes, transport
+    return transport
 
 
-def _make_transport(name: str) -> Any:
-    if name == "collective":
-        from .transport.collective import CollectiveTransport
+def make_transport(name: str, group: Any, stage_bytes: int) -> Transport:
+    """A transport over a process group (None: all ranks). stage_bytes: what `shared` must hold of one operation."""
+    if name == "shared":
+        from .transport.shared import SharedTransport
 
-        return CollectiveTransport()
-    raise UserError(f"transport '{name}' must be collective")
+        return SharedTransport(group, stage_bytes=max(stage_bytes, 16 << 20))
+    if name != "collective":
+        raise UserError(f"transport '{name}'{nearest(name, TRANSPORTS)}")
+    from .transport.collective import CollectiveTransport
+
+    return CollectiveTransport(group)
