@@ -133,5 +133,5 @@ def gather_slots(experts_NLk, rows_T, slot_LE):  # type: ignore[no-untyped-def]
         row = rows_T[t]
         for layer in range(layers):
             for j in range(k):
-                slots[t, layer, j] = slot_LE[layer, experts_NLk[row, layer, j]]
+                slots[t, layer, j] = slot_LE[layer, np.uint64(experts_NLk[row, layer, j])]  # ids are >= 0
     return slots

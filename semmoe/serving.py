@@ -157,7 +157,7 @@ class ServingLoop:
     def rank_states(self) -> RankStates:
         """What a request scheduler sees."""
         queued = [
-            int(sum(self._prefill_left(r) for q in (queue.waiting, queue.running) for r in q)) for queue in self.queues
+            int(self._left(np.array([*queue.waiting, *queue.running], dtype=np.int64)).sum()) for queue in self.queues
         ]
         return RankStates(
             np.array(queued, dtype=np.int64),
@@ -173,14 +173,13 @@ class ServingLoop:
             raise RuntimeError(f"step {self._in_flight.index} is still in flight; complete it first")
         self._now_ms = max(self._now_ms, now_ms)
         self._assign_pending()
-        entries: list[tuple[int, int, int, int, int]] = []
+        parts: list[NDArray[np.int64]] = []
         for rank, queue in enumerate(self.queues):
-            self._plan_queue(rank, queue, entries)
-        if not entries:
+            parts += self._plan_queue(rank, queue)
+        if not parts:
             future = self.arrival_ms_R[~self._submitted]
             return float(future.min()) if len(future) else None
-        columns = np.array(entries, dtype=np.int64).T
-        self._in_flight = StepPlan(self.steps, *np.ascontiguousarray(columns))
+        self._in_flight = StepPlan(self.steps, *np.concatenate(parts, axis=1))
         self._step_start_ms = self._now_ms
         self.steps += 1
         return self._in_flight
@@ -209,6 +208,10 @@ class ServingLoop:
     def _prefill_left(self, request: int) -> int:
         return int(max(self.prompt_R[request] + self.produced_R[request] - self.computed_R[request], 0))
 
+    def _left(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens that each request has yet to compute before its next output token."""
+        return np.maximum(self.prompt_R[ids] + self.produced_R[ids] - self.computed_R[ids], 0)
+
     def _release(self, request: int) -> None:
         rank = int(self.rank_R[request])
         self.queues[rank].running.remove(request)
@@ -230,32 +233,26 @@ class ServingLoop:
             self.rank_R[request.id] = rank
             self.queues[rank].waiting.append(request.id)
 
-    def _plan_queue(self, rank: int, queue: _Queue, entries: list[tuple[int, int, int, int, int]]) -> None:
+    def _plan_queue(self, rank: int, queue: _Queue) -> list[NDArray[np.int64]]:
+        """Entries of one queue, [5, n] arrays of (rank, request, phase, start, count): decode, started prompts, new."""
         budget, kv_free = self.limits.max_batch_tokens, int(self.limits.kv_tokens - self.kv_used_G[rank])
-        computed, prompt, produced = self.computed_R, self.prompt_R, self.produced_R
-        decoding = [
-            r
-            for r in queue.running
-            if computed[r] >= prompt[r] and produced[r] > 0 and computed[r] == prompt[r] + produced[r] - 1
-        ]
-        while len(decoding) > kv_free:
+        running = np.array(queue.running, dtype=np.int64)
+        decodes = (self._left(running) == 1) & (self.produced_R[running] > 0)
+        while decodes.sum() > kv_free:
             victim = queue.running[-1]
-            kv_free += int(computed[victim])
+            kv_free += int(self.computed_R[victim])
             self._preempt(rank, queue, victim)
-            if victim in decoding:
-                decoding.remove(victim)
-        for request in decoding[:budget]:
-            entries.append((rank, request, DECODE, int(computed[request]), 1))
-        budget -= min(len(decoding), budget)
+            running, decodes = running[:-1], decodes[:-1]
+        decoding = running[decodes]
         kv_free -= len(decoding)
-        decoding_set = set(decoding)
-        for request in queue.running:
-            if request in decoding_set:
-                continue
+        decoding = decoding[:budget]
+        budget -= len(decoding)
+        prefill: list[tuple[int, int]] = []
+        for request in running[~decodes].tolist():
             left = self._prefill_left(request)
             count = max(min(left, budget, kv_free), 0)
             if count > 0:
-                entries.append((rank, request, PREFILL, int(computed[request]), count))
+                prefill.append((request, count))
                 budget -= count
             kv_free -= left  # the rest of a started prompt stays reserved against new ones
         while queue.waiting and budget > 0 and len(queue.running) < self.limits.max_running:
@@ -266,12 +263,24 @@ class ServingLoop:
             queue.waiting.popleft()
             queue.running.append(request)
             count = min(left, budget)
-            entries.append((rank, request, PREFILL, int(computed[request]), count))
+            prefill.append((request, count))
             budget -= count
             kv_free -= left
-        if len(queue.running) > 1 and (not entries or entries[-1][0] != rank):
+        parts = []
+        if len(decoding):
+            parts.append(self._entries(rank, decoding, DECODE, np.ones_like(decoding)))
+        if prefill:
+            ids, counts = np.array(prefill, dtype=np.int64).T
+            parts.append(self._entries(rank, ids, PREFILL, counts))
+        if not parts and len(queue.running) > 1:
             self._preempt(rank, queue, queue.running[-1])  # started prompts block each other: restart the youngest
-            self._plan_queue(rank, queue, entries)
+            return self._plan_queue(rank, queue)
+        return parts
+
+    def _entries(self, rank: int, ids: NDArray[np.int64], phase: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        entries = np.empty((5, len(ids)), dtype=np.int64)
+        entries[0], entries[1], entries[2], entries[3], entries[4] = rank, ids, phase, self.computed_R[ids], counts
+        return entries
 
     def _preempt(self, rank: int, queue: _Queue, victim: int) -> None:
         """Give back all KV of the youngest running request; prompt and output will be recomputed."""

@@ -197,32 +197,39 @@ def count_pairs_numba(slots_TLk, homes_TL, num_slots, ep_size):  # type: ignore[
     """(homes_LG, assignment_pairs_LGG, rank_pairs_LGG, active_experts_LG); see count_pairs_numpy for the definition."""
     tokens, layers, k = slots_TLk.shape
     per_rank = num_slots // ep_size
-    rank_of = np.empty(num_slots, dtype=np.int64)
+    rank_of = np.empty(num_slots, dtype=np.uint16)
     for p in range(num_slots):
         rank_of[p] = p // per_rank
     homes = np.zeros((layers, ep_size), dtype=np.int64)
-    pairs = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
+    hits = np.zeros((layers, ep_size, num_slots), dtype=np.int32)  # by home and slot; folded to ranks at the end
     distinct = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
-    hit = np.zeros((layers, num_slots), dtype=np.uint8)
-    seen = np.full(ep_size, -1, dtype=np.int64)
+    seen = np.zeros(ep_size, dtype=np.int64)
     stamp = 0
     for t in range(tokens):
         for layer in range(layers):
-            home = homes_TL[t, layer]
+            home = np.uint64(homes_TL[t, layer])  # unsigned: no test for a negative index in the innermost loop
             homes[layer, home] += 1
-            for j in range(k):
-                slot = slots_TLk[t, layer, j]
-                rank = rank_of[slot]
-                hit[layer, slot] = 1
-                pairs[layer, home, rank] += 1
-                if seen[rank] != stamp:
-                    seen[rank] = stamp
-                    distinct[layer, home, rank] += 1
             stamp += 1
+            for j in range(k):
+                slot = np.uint64(slots_TLk[t, layer, j])
+                hits[layer, home, slot] += 1
+                rank = np.uint64(rank_of[slot])
+                distinct[layer, home, rank] += np.int64(seen[rank] != stamp)
+                seen[rank] = stamp
+    pairs = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
     active = np.zeros((layers, ep_size), dtype=np.int64)
+    used = np.zeros(num_slots, dtype=np.int64)
     for layer in range(layers):
+        used[:] = 0
+        for home in range(ep_size):
+            for rank in range(ep_size):
+                rows = 0
+                for p in range(rank * per_rank, (rank + 1) * per_rank):
+                    rows += hits[layer, home, p]
+                    used[p] += hits[layer, home, p]
+                pairs[layer, home, rank] = rows
         for p in range(num_slots):
-            active[layer, rank_of[p]] += hit[layer, p]
+            active[layer, rank_of[p]] += used[p] > 0
     return homes, pairs, distinct, active
 
 
