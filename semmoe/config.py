@@ -152,8 +152,7 @@ def list_policies() -> str:
     for group in POLICY_GROUPS:
         lines.append(f"{group}=")
         for name in group_options(group):
-            config = OmegaConf.load(conf_dir() / group / f"{name}.yaml")
-            target = config.get("_target_")
+            target = OmegaConf.select(OmegaConf.load(conf_dir() / group / f"{name}.yaml"), "_target_")
             about = (get_class(target).__doc__ or "").strip().splitlines()[0] if target else "none"
             lines.append(f"  {name:18s} {about}")
     lines.append(

@@ -221,13 +221,13 @@ def count_pairs_numba(slots_TLk, homes_TL, num_slots, ep_size):  # type: ignore[
     used = np.zeros(num_slots, dtype=np.int64)
     for layer in range(layers):
         used[:] = 0
-        for home in range(ep_size):
-            for rank in range(ep_size):
+        for source in range(ep_size):
+            for group in range(ep_size):
                 rows = 0
-                for p in range(rank * per_rank, (rank + 1) * per_rank):
-                    rows += hits[layer, home, p]
-                    used[p] += hits[layer, home, p]
-                pairs[layer, home, rank] = rows
+                for p in range(group * per_rank, (group + 1) * per_rank):
+                    rows += hits[layer, source, p]
+                    used[p] += hits[layer, source, p]
+                pairs[layer, source, group] = rows
         for p in range(num_slots):
             active[layer, rank_of[p]] += used[p] > 0
     return homes, pairs, distinct, active
