@@ -1,0 +1,69 @@
+"""A fault during a sweep, through the command line: one message, exit status 2, finished rows kept, a rerun continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from harness.environment import environment, usable_cores
+from semmoe import cli
+from tests.harness.measure_kit import BASE, write_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_killed_rank_ends_the_sweep_and_a_rerun_finishes_it(tmp_path, monkeypatch, capfd):
+    write_plugins(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sweep = ["measure", "-m", *BASE, "name=faults", "flow=tp_shuffled,dp"]
+    killer = ["~token_scheduler", "+token_scheduler={_target_: measure_plugins.KillsRankOne}"]
+    rows = tmp_path / "results" / "runs" / "faults"
+    assert cli.main([*sweep, *killer, "flow=dp"]) == 0  # a first row, of the flow without a token scheduler
+    (first,) = rows.glob("*-r0.json")
+    kept = first.read_bytes()
+    (tmp_path / "armed").touch()
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    start = time.monotonic()
+    assert cli.main([*sweep, *killer]) == 2
+    assert time.monotonic() - start < 60, "starting ranks, and at most 30 s to end them"
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 was killed by SIGKILL during measure_batches; all ranks were ended" in said
+    assert "Traceback" not in said
+    assert {c.pid for c in psutil.Process().children(recursive=True) if c.status() != "zombie"} <= before
+    assert [p.name for p in rows.glob("*.json")] == [first.name] and first.read_bytes() == kept
+    assert not list(rows.glob("*.partial"))
+    (tmp_path / "armed").unlink()
+    assert cli.main([*sweep, *killer]) == 0
+    assert "1 rows exist already and were kept" in capfd.readouterr().out
+    assert len(list(rows.glob("*-r0.json"))) == 2 and first.read_bytes() == kept
+
+
+def test_under_torchrun_the_given_ranks_measure(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness"]
+    command = [*torchrun, "measure", *BASE, "workload.max_batches=1", "name=given"]
+    command.remove("workload.max_batches=2")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "results" / "runs" / "given").glob("*.json")
+    row = json.loads(path.read_text())
+    assert row["ep_size"] == 2 and row["layer_ms"] > 0 and row["tokens"] == 48
+    assert done.stdout.count("measured 1 configuration(s)") == 1, "one rank drives"
+
+
+def test_environment_names_the_machine_and_counts_usable_cores_only(monkeypatch):
+    record = environment(4)
+    assert record["ranks"] == 4 and record["cores"] == usable_cores() >= 1
+    assert record["torch"][0].isdigit() and record["load_1min"] >= 0
+    monkeypatch.setattr("harness.environment._cgroup_quota", lambda: 1.2)
+    assert usable_cores() == 1
