@@ -21,6 +21,7 @@ from ..predict.base import FIXED_POINT
 from ..profile import Profile, count_by_row
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
+from .cocluster import cluster, covariance_EE
 from .replicas import add_replicas
 from .request_homes import alternate_requests, local_counts_EG, one_hot, request_homes
 from .token_homes import TokenSample, alternate, local_counts
@@ -29,8 +30,9 @@ from .token_homes import TokenSample, alternate, local_counts
 class Semantic:
     """restarts: starts of the alternation; iterations: turns of one start; kick: share of experts that a perturbed
     start shuffles. load_weight, load_target, home_cap as in the module's formula; load_folds: groups of training
-    requests on which overload is taken (exchange.py). sample_tokens: training tokens that
-    the alternation of a token-level placement works on; kappa: smoothing of their table (as TokenTable's).
+    requests on which the overload of a token-level placement is taken (exchange.py; homes of requests need one group,
+    for requests of a kind are meant to load their rank). sample_tokens: training tokens that the alternation of a
+    token-level placement works on; kappa: smoothing of their table (as TokenTable's).
 
     `slots` beyond one per expert become replicas, chosen for locality (replicas.py). Stops adding starts at the
     problem's time limit (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
@@ -46,7 +48,7 @@ class Semantic:
         sample_tokens: int = 8192,
         kappa: float = 2.0,
         kick: float = 0.15,
-        load_folds: int = 4,
+        load_folds: int = 2,
     ) -> None:
         for name, number, least in (
             ("restarts", restarts, 1),
@@ -84,9 +86,12 @@ class Semantic:
             experts_Sk = profile.trace.experts_TLk[sample.rows_S, layer]
             load_FE = padded(load_FLE[:, layer], ranks)
             until = time.monotonic() + (deadline - time.monotonic()) / (layers - layer)
+            similarity_EE = covariance_EE(share_SE, load_FE.shape[1])
             best, best_rank, done = -np.inf, np.zeros(load_FE.shape[1], dtype=np.int64), 0
             for start in range(self.restarts):
                 first = self._start(start, best_rank, ranks, rng)
+                if start < self.restarts // 4 or start == 0:
+                    cluster(similarity_EE, first, ranks)
                 found, rank_E = alternate(
                     share_SE,
                     experts_Sk,
@@ -135,7 +140,7 @@ class Semantic:
         ranks, k = problem.ep_size, experts_Sk.shape[1]
         hold_EG = base_EG
         for _ in range(2):
-            score = np.rint(share_SE.astype(np.float64) @ hold_EG * (k * FIXED_POINT)).astype(np.int32)
+            score = np.rint(share_SE @ hold_EG.astype(np.float32) * (k * FIXED_POINT)).astype(np.int32)
             home_S = capped_owners(score, np.full(ranks, capacity, dtype=np.int64))
             local_EG = local_counts(experts_Sk, home_S, len(base_EG), ranks)
             hold_EG = self._filled(problem, base_EG, local_EG)
@@ -146,7 +151,7 @@ class Semantic:
         layers, requests, experts = profile.num_layers, profile.trace.num_requests, profile.num_experts
         counts_LRE = np.stack([profile.request_counts_RE(layer) for layer in range(layers)])
         wide_LRE = padded(counts_LRE, ranks)
-        load_LFE = padded(fold_loads(profile, self.load_folds, rng), ranks).swapaxes(0, 1).copy()
+        load_LFE = padded(profile.load_LE.astype(np.float64), ranks)[:, None]
         capacity = capacity_of(requests, ranks, self.home_cap)
         deadline = time.monotonic() + problem.time_limit_s
         best, best_rank, done = -np.inf, np.zeros((layers, wide_LRE.shape[2]), dtype=np.int64), 0
