@@ -160,7 +160,7 @@ def phases(comparison: Comparison) -> Any:
     axes.set_yticks(np.arange(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("mean time of a phase on its slowest rank (ms); P predicted, M measured")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=9, frameon=False, fontsize=7, columnspacing=0.9)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=9, frameon=False, fontsize=7, columnspacing=0.8)
     return figure if shown else None
 
 

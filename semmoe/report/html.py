@@ -84,14 +84,17 @@ def _cell(value: Any) -> str:
 
 
 def _environment(rows: pd.DataFrame) -> str:
-    """The distinct environments and provenances of the rows."""
-    lines = []
-    for text in rows.environment.dropna().unique():
+    """The distinct environments (the load as a range), provenances, clusters and commits of the rows."""
+    loads, lines = [], []
+    for text in rows.environment.dropna():
         try:
-            pairs = json.loads(text)
-        except json.JSONDecodeError:
+            pairs = dict(json.loads(text))
+        except (json.JSONDecodeError, TypeError, ValueError):
             pairs = {"environment": text}
+        load = pairs.pop("load_1min", None)
+        loads += [float(load)] if load is not None else []
         lines.append(", ".join(f"{k} {v}" for k, v in pairs.items()))
+    lines += [f"load average while measuring {min(loads):.1f} to {max(loads):.1f}"] if loads else []
     lines += [f"{backend}: {told}" for (backend, told), _ in rows.groupby(["backend", "provenance"])]
     lines.append("cluster " + ", ".join(sorted({f"{r.cluster} ({r.cluster_digest})" for r in rows.itertuples()})))
     lines.append("commit " + ", ".join(sorted(set(rows.commit.dropna()))))
