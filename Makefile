@@ -9,7 +9,14 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test lint types unit bench calibrate clean
 
 demo: $(VENV)/installed
-	$(BIN)/python -m semmoe.demo
+	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
+	$(BIN)/semmoe calibrate
+	$(BIN)/semmoe simulate experiment=demo
+	$(BIN)/semmoe measure experiment=demo
+	$(BIN)/semmoe simulate experiment=demo_serve
+	$(BIN)/semmoe measure experiment=demo_serve
+	$(BIN)/semmoe simulate experiment=demo_serve replay=results/runs/demo
+	$(BIN)/semmoe compare results/runs/demo results/runs/demo/replay
 
 test: $(VENV)/installed lint types unit
 

@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 
 from .errors import UserError
-from .results import OPS, read_rows
+from .results import OPS, SERVED, read_rows
 
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
 COUNTED = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts", "node_bytes", "nic_bytes",
            "metadata_bytes", *(f"{op}_bytes" for op in OPS))  # fmt: skip
-PREDICTED = ("layer", "step", "ttft", "tpot", "e2e")
+PREDICTED = ("layer", "step", *SERVED)
 POLICIES = ("flow", "dispatcher", "placement", "request_scheduler", "token_scheduler")
 SHARED = (
     "model",
@@ -61,8 +61,8 @@ class Comparison:
 def compare(folders: Iterable[str | Path]) -> Comparison:
     """Join the rows of these run folders. A side that is missing stays visible as such.
 
-    Where a configuration has both a free-running and a replayed simulation, locality comes from the replayed one (the same
-    steps as measured) and latency as well. UserError when there are no rows.
+    Where a configuration has both a free-running and a replayed simulation, locality and latencies come from the replayed
+    one (the same steps as measured), serving figures from the free-running one. UserError when there are no rows.
     """
     rows = read_rows(folders)
     lines = [_line(group) for _, group in rows.groupby(["config_id", "cluster"], sort=False)]
@@ -77,7 +77,7 @@ def _line(group: pd.DataFrame) -> dict[str, Any]:
     """One configuration: its axes, three localities, predicted and measured times."""
     simulated, measured = group[group.backend == "simulator"], group[group.backend == "harness"]
     replayed = simulated[simulated.steps_file.notna()]
-    simulated = replayed if len(replayed) else simulated
+    free, simulated = simulated[simulated.steps_file.isna()], replayed if len(replayed) else simulated
     first = group.iloc[0]
     line: dict[str, Any] = {name: first[name] for name in ("config_id", *POLICIES, *SHARED)}
     line["sides"] = (
@@ -92,7 +92,7 @@ def _line(group: pd.DataFrame) -> dict[str, Any]:
         line[name] = _mean(best, name)
     line["replay_equal"] = _replay_equal(simulated, measured)
     for name in PREDICTED:
-        predicted, real = _mean(simulated, f"{name}_ms"), _mean(measured, f"{name}_ms")
+        predicted, real = _mean(free if name in SERVED else simulated, f"{name}_ms"), _mean(measured, f"{name}_ms")
         line[f"{name}_ms_predicted"], line[f"{name}_ms_measured"] = predicted, real
         line[f"{name}_error_pct"] = 100 * (predicted / real - 1) if real and real > 0 else math.nan
         repeats = measured[f"{name}_ms"].dropna().astype(float)

@@ -57,7 +57,8 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, repeats: 
                 else:
                     runs.append(run)
             bar.update()
-    return runs, kept
+    # every configuration once, then again: a machine that drifts does not favour one of them
+    return sorted(runs, key=lambda run: (run.ep_size, run.repeat)), kept
 
 
 def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> int:

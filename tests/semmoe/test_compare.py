@@ -96,3 +96,11 @@ def test_command_writes_report_and_csv(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
     assert "median absolute error" in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file() and "lar_measured" in (tmp_path / "t.csv").read_text()
+
+
+def test_serving_figures_come_from_the_free_run_and_latency_from_the_replay(tmp_path):
+    folder(tmp_path, row(layer_ms=1.0, steps=9, ttft_ms=5.0, workload="serve"),
+           *measured("aaa", [10.0], ttft_ms=6.0, workload="serve"))  # fmt: skip
+    write_row(tmp_path / "replay", row(layer_ms=8.0, steps_file="steps-aaa-r0.npz", workload="serve"))
+    joined = line(compare([tmp_path, tmp_path / "replay"]), "aaa")
+    assert (joined.ttft_ms_predicted, joined.layer_ms_predicted) == (5.0, 8.0)
