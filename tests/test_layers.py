@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,13 @@ def test_the_rule_would_be_seen_to_fail(tmp_path):
     path = tmp_path / "bad.py"
     path.write_text("def f():\n    from simulator.layer import x\n")
     assert imports(path, top_level_only=False) == {"simulator"}
+
+
+def test_every_package_of_the_tree_is_in_the_wheel_and_nothing_else():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for package in ("semmoe", "simulator", "harness")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert listed == present | {"semmoe.assets", "semmoe.conf"}
