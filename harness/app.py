@@ -21,8 +21,9 @@ from semmoe.session import folder_of
 from semmoe.specs import ClusterSpec
 from semmoe.steplog import step_log_path
 
-from .calibrate import QUICK, Effort, cluster_dict, collect, residuals
+from .calibrate import QUICK, Effort, collect
 from .environment import environment, usable_cores
+from .fit import cluster_dict, residuals
 from .measure import measure_run
 from .pool import open_pool
 from .torchrun import follow, is_follower

@@ -1,8 +1,9 @@
 """Tasks that time one operation of the layer at a time, in loops of its own; `calibrate.py` fits costs from them.
 
 Collectives are timed by the wall clock: `inner` calls in a row after one barrier, so that the ranks wait for each other
-as they do inside a layer and the skew of a barrier is not counted again with every operation. Local work is timed in
-CPU time of its thread while all ranks work at once: what it costs where nobody else wants the core.
+as they do inside a layer and the skew of a barrier is not counted again with every operation. Before every call each
+rank burns `busy_us` of CPU time, which is taken off again (times ranks / cores where they share cores): there, a message
+waits until the scheduler runs its receiver, and that takes longer when the ranks also compute.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def time_collectives(
     samples: int,
     inner: int,
     members: int,
+    busy_us: float,
+    cores: int,
 ) -> dict[tuple[str, int, float], list[float]]:
     """Microseconds a call, one value a sample, of every (operation, rows a rank, skew) among the first `members` ranks,
     over the transport `name`.
@@ -69,7 +72,7 @@ def time_collectives(
             call = _collective(transport, op, rows, hidden, skew, group)
             for _ in range(2):
                 call()
-            times[op, rows, skew] = [_wall_us(call, inner, group) for _ in range(samples)]
+            times[op, rows, skew] = [_wall_us(call, inner, group, busy_us, members / cores) for _ in range(samples)]
             context.progress(done, len(cases))
     transport.close()
     if members < context.ranks:
@@ -87,12 +90,20 @@ def _subgroup(context: RankContext, members: int) -> Any:
     return groups[members]
 
 
-def _wall_us(call: Operation, inner: int, group: Any) -> float:
+def _wall_us(call: Operation, inner: int, group: Any, busy_us: float, ranks_per_core: float) -> float:
     dist.barrier(group)
     start = time.perf_counter_ns()
     for _ in range(inner):
+        _burn(busy_us)
         call()
-    return (time.perf_counter_ns() - start) / inner / 1e3
+    taken_us = (time.perf_counter_ns() - start) / inner / 1e3
+    return max(taken_us - busy_us * max(ranks_per_core, 1.0), 1.0)
+
+
+def _burn(cpu_us: float) -> None:
+    end = time.thread_time_ns() + int(cpu_us * 1e3)
+    while time.thread_time_ns() < end:
+        pass
 
 
 def _collective(transport: RowTransport, op: str, rows: int, hidden: int, skew: float, group: Any) -> Operation:

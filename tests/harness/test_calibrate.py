@@ -12,16 +12,8 @@ torch = pytest.importorskip("torch")
 from omegaconf import OmegaConf  # noqa: E402
 
 from harness.app import calibrate  # noqa: E402
-from harness.calibrate import (  # noqa: E402
-    Effort,
-    Samples,
-    curves_of,
-    expert_grid_points,
-    fit_local,
-    isotonic,
-    residuals,
-    size_bytes,
-)
+from harness.calibrate import Effort, expert_grid_points  # noqa: E402
+from harness.fit import Samples, curves_of, fit_local, isotonic, residuals, size_bytes  # noqa: E402
 from harness.single_ops import exchange_sizes, home_sizes  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
@@ -35,11 +27,11 @@ SMALL = Effort(
     sent_rows=(6, 60, 90),
     places=(8, 64),
     rows_per_expert=(1, 16),
-    local_tokens=(8, 64),
+    local_tokens=(8, 384),
     planned_tokens=(32, 128),
     samples=3,
     inner=2,
-    local_samples=3,
+    local_samples=6,
 )
 
 
