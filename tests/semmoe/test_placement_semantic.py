@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from semmoe.profile import Profile
 from semmoe.schedule.base import capacity_of
 from semmoe.sources.synthetic import Synthetic
 
-PLANTED = {"num_experts": 16, "top_k": 2, "layers": 3, "groups": 4, "topics": 8, "vocab_size": 256}
+PLANTED: dict[str, Any] = {"num_experts": 16, "top_k": 2, "layers": 3, "groups": 4, "topics": 8, "vocab_size": 256}
 NOISY = Synthetic(
     requests=60, prompt_len=40, output_len=0, seed=2, **{**PLANTED, "num_experts": 8, "groups": 2, "layers": 1}
 )
@@ -78,7 +79,7 @@ def test_token_level_placement_is_within_one_percent_of_the_enumerated_optimum()
         load_FE = profile.load_LE.astype(np.float64)
         capacity = capacity_of(trace.num_tokens, 2, 1.1)
 
-        def judged(rank_E: np.ndarray, *fixed: object) -> float:
+        def judged(rank_E: np.ndarray, *fixed: Any) -> float:
             share_SE, trace, load_FE, capacity = fixed
             return float(alternate(share_SE, trace.experts_TLk[:, 0], load_FE, rank_E, 2, capacity, 1.0, 1.05, 1)[0])
 
