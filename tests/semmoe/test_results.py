@@ -43,7 +43,7 @@ def test_a_full_disk_leaves_no_half_row_and_keeps_the_old_one(tmp_path, monkeypa
         monkeypatch.setattr("builtins.open", full)
     else:
         monkeypatch.setattr(os, when, full)
-    with pytest.raises(UserError, match="No space left on device.*finished rows are kept"):
+    with pytest.raises(UserError, match=r"No space left on device.*finished rows are kept"):
         write_row(tmp_path, row(layer_ms=2.0))
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 1 and read_rows([tmp_path]).layer_ms[0] == 1.0
