@@ -48,7 +48,9 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, repeats: 
     configs = compose_all(overrides, multirun)
     for config in configs:
         if config["replay"] and not Path(config["replay"]).is_dir():
-            raise UserError(f"replay={config['replay']}: no such run; give the folder of a measured run (results/runs/NAME)")
+            raise UserError(
+                f"replay={config['replay']}: no such run; give the folder of a measured run (results/runs/NAME)"
+            )
     with progress(len(configs), "planning") as bar:
         for config in configs:
             for run in builder.repeats(config) if repeats else [builder.build(config)]:

@@ -90,7 +90,7 @@ def test_a_policy_in_a_file_of_the_working_directory_works_by_its_target(here, c
         (["trace", "synthetic", "requests", "--out", "x.npz"], "key=value is right"),
         (["policies", "extra"], "no arguments"),
         (["simulate", "replay=nowhere"], "no such run"),
-    (["simulate", "replay=nowhere"], "no such run"),
+        (["simulate", "replay=nowhere"], "no such run"),
     ],
 )
 def test_bad_input_is_one_message_and_a_non_zero_exit(here, capsys, argv, message):
