@@ -1,7 +1,8 @@
 """Token table: how often each token id activated each expert, smoothed (the paper's table T, section 3.2).
 
 P[u, e] = (N_u p_u[e] + kappa p_0[e]) / (N_u + kappa), with N_u the training count of token type u, p_u its share of
-choices that went to e and p_0 the same over all tokens: rare types lean on the marginal, unseen ones are the marginal.
+choices that went to e and p_0 the same over all tokens: rare types lean on the marginal, unseen ones are the marginal
+(or, where the model's embedding is given, the row of their nearest neighbour among the seen types).
 A look-up is one gather from a table [U + 1, G] that is made once per layer and placement.
 """
 
@@ -17,6 +18,7 @@ from ..errors import UserError
 from ..placement.base import Placement
 from ..profile import Profile
 from .base import FIXED_POINT, ExpertPredictor
+from .vocabulary import TypeRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,22 +31,20 @@ class _RankTables:
 
 
 class TokenTable(ExpertPredictor):
-    """Predictor from the token id alone. kappa: weight of the marginal, in tokens."""
+    """Predictor from the token id alone. kappa: weight of the marginal, in tokens; embedding: see vocabulary.py."""
 
     lookback = 0
 
-    def __init__(self, kappa: float = 2.0) -> None:
+    def __init__(self, kappa: float = 2.0, embedding: str | None = None) -> None:
         if not kappa > 0:
             raise UserError(f"predictor.kappa={kappa} must be positive (pseudo-count of the marginal)")
-        self.kappa = kappa
+        self.kappa, self.embedding = kappa, embedding
         self._tables: tuple[Placement, _RankTables] | None = None
 
     def fit(self, profile: Profile) -> None:
         self.profile = profile
         self.top_k = profile.trace.top_k
-        types = len(profile.token_ids_U)
-        self.row_V = np.full(profile.trace.vocab_size, types, dtype=np.int32)
-        self.row_V[profile.token_ids_U] = np.arange(types)
+        self._types = TypeRows.fit(profile, self.embedding)
         self._tables = None
         self._share: dict[int, NDArray[np.float32]] = {}
 
@@ -52,17 +52,11 @@ class TokenTable(ExpertPredictor):
     def table_bytes(self) -> int:
         """Bytes that a look-up touches: the vocabulary index and the score tables of the placement in use."""
         tables = 0 if self._tables is None else self._tables[1].score_LUG.nbytes
-        return int(self.row_V.nbytes + tables)
+        return int(self._types.row_V.nbytes + tables)
 
     def rows(self, token_ids_T: NDArray[np.integer]) -> NDArray[np.int32]:
         """Table row of every token (U for one that training never saw). UserError for an id outside the vocabulary."""
-        try:
-            return self.row_V[token_ids_T]
-        except IndexError:
-            raise UserError(
-                f"token id {int(np.max(token_ids_T))} outside the vocabulary of {len(self.row_V)} that the token table "
-                "was fitted on; is this a trace of another model?"
-            ) from None
+        return self._types.rows(token_ids_T)
 
     def experts(
         self, token_ids_T: NDArray[np.integer], layer: int, history: NDArray[np.integer] | None
