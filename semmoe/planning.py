@@ -17,6 +17,7 @@ from .dispatch import DispatchSpec
 from .errors import UserError
 from .placement.base import Placement
 from .predict.base import Predictor
+from .predict.oracle import Oracle
 from .schedule.base import TokenScheduler, capacity_of
 from .trace import RoutingTrace
 
@@ -67,7 +68,10 @@ class StepPlanner:
         self.trace, self.placement, self.spec = trace, placement, spec
         self.token_scheduler, self.predictor, self.replica_router = token_scheduler, predictor, replica_router
         self.home_cap, self.ranks = home_cap, placement.ep_size
+        if getattr(token_scheduler, "sees_routes", False):
+            self.predictor = predictor = Oracle.of(trace)
         self.lookback = int(getattr(predictor, "lookback", 0))
+        self.reveals = bool(getattr(predictor, "sees_routes", False))
 
     def route(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> RoutedStep:
         """Plan one step. queue_T: the rank of each token's request (dp), ignored elsewhere."""
@@ -104,7 +108,12 @@ class StepPlanner:
         return homes_TL
 
     def _history(self, rows_T: NDArray[np.int64], layer: int) -> NDArray[np.integer] | None:
-        """Actual experts of the layers before, newest first (-1 absent): carried beside the all-gather."""
+        """Actual experts of the layers before, newest first (-1 absent): carried beside the all-gather.
+
+        An oracle (`sees_routes`) is handed those of the layer itself, [T, 1, k].
+        """
+        if self.reveals:
+            return self.trace.experts_TLk[rows_T, layer][:, None]
         if not self.lookback:
             return None
         history = np.full((len(rows_T), self.lookback, self.trace.top_k), -1, dtype=np.int16)

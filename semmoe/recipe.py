@@ -16,6 +16,7 @@ from .dispatch import DispatchSpec
 from .locality import LocalityMeter
 from .placement.base import Placement, PlacementPolicy, PlacementProblem
 from .planning import ReplicaRouter, StepPlanner
+from .predict.base import FIXED_POINT
 from .profile import Profile
 from .schedule.base import RankStates, RequestScheduler, TokenScheduler, assign_all
 from .serving import Request
@@ -42,9 +43,16 @@ class Fitted:
         whole = getattr(self.predictor, "request_scores", None)
         if whole is not None:
             return np.asarray(whole(token_ids_T, self.placement), dtype=np.int64)
+        if getattr(self.predictor, "sees_routes", False):
+            return None  # there are no routes before the request ran; an oracle request scheduler gets them itself
         layers = range(self.placement.num_layers)
         per_layer = [self.predictor.scores(token_ids_T, layer, None, self.placement)[0] for layer in layers]
         return np.sum([score.sum(axis=0, dtype=np.int64) for score in per_layer], axis=0)
+
+    def measured_scores_G(self, counts_LE: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The same scores (16 fractional bits) from experts that were measured."""
+        held_LEG = self.placement.rank_mask_LEG
+        return np.einsum("le,leg->g", counts_LE.astype(np.int64), held_LEG.astype(np.int64)) * FIXED_POINT
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +110,52 @@ class Recipe:
             home_cap=self.home_cap,
         )
 
-    def request_ranks(self, fitted: Fitted, trace: RoutingTrace) -> NDArray[np.int64]:
-        """Rank of every request of `trace`, as the request scheduler assigns them in order from an idle cluster."""
+    def request_scheduler(self, fitted: Fitted) -> RequestScheduler:
+        """A fresh request scheduler, fitted where it learns."""
+        scheduler = self.make_request_scheduler()
+        learn = getattr(scheduler, "fit", None)
+        if learn is not None:
+            learn(fitted.profile, fitted.placement)
+        return scheduler
+
+    def request_ranks(
+        self, fitted: Fitted, trace: RoutingTrace, head_tokens: int = 0, window: int = 0
+    ) -> NDArray[np.int64]:
+        """Rank of every request of `trace`, as the request scheduler assigns them in order from an idle cluster.
+
+        head_tokens: length of the head whose experts were measured before the assignment (0: none, unless the
+        scheduler asks for one; then the prompt's). window: requests that wait together; 0: all. Requests stay.
+        """
+        scheduler = self.request_scheduler(fitted)
         requests = [Request(r, 0.0, max(int(p), 1), 1) for r, p in enumerate(trace.prompt_len_R)]
         idle = np.zeros(self.ep_size, dtype=np.int64)
         states = RankStates(idle, idle, idle, idle, kv_capacity=1 << 40)
-        scores = [fitted.request_scores_G(prompt_tokens(trace, r)) for r in range(trace.num_requests)]
-        stacked = None if scores[0] is None else np.stack([s for s in scores if s is not None])
-        return np.array(assign_all(self.make_request_scheduler(), requests, stacked, states), dtype=np.int64)
+        known = [self.known_of(fitted, scheduler, trace, r, head_tokens) for r in range(trace.num_requests)]
+        heads = None if known[0][1] is None else [counts_LE for _, counts_LE in known if counts_LE is not None]
+        stacked = None if known[0][0] is None else np.stack([score_G for score_G, _ in known if score_G is not None])
+        rank_R = np.empty(len(requests), dtype=np.int64)
+        size = window or len(requests)
+        for begin in range(0, len(requests), size):
+            part = slice(begin, begin + size)
+            scores = None if stacked is None else stacked[part]
+            rank_R[part] = assign_all(scheduler, requests[part], scores, states, heads and heads[part])
+            states = states.with_assigned(requests[part], rank_R[part])
+        return rank_R
+
+    def known_of(
+        self, fitted: Fitted, scheduler: Any, trace: RoutingTrace, request: int, head_tokens: int = 0
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+        """(score_G, head counts_LE) that are known of a request when it is assigned; None where nothing is."""
+        start, end = (int(x) for x in trace.request_offset_R1[request : request + 2])
+        prompt = max(int(trace.prompt_len_R[request]), 1)
+        if getattr(scheduler, "sees_routes", False):
+            head_tokens = end - start
+        elif getattr(scheduler, "needs_head", False):
+            head_tokens = head_tokens or prompt
+        if not head_tokens:
+            return fitted.request_scores_G(prompt_tokens(trace, request)), None
+        counts_LE = count_layers(trace.experts_TLk[start : min(start + head_tokens, end)], trace.num_experts)
+        return fitted.measured_scores_G(counts_LE), counts_LE
 
     def locality(
         self,
@@ -147,6 +193,12 @@ class Recipe:
         figures = {name: float(np.average([c[name] for c in columns], weights=tokens)) for name in ("lar", "fan_out")}
         payload = sum(meter.node_bytes + meter.nic_bytes for meter in meters)
         return figures | {"bytes_per_token": payload / tokens.sum()}
+
+
+def count_layers(experts_TLk: NDArray[np.integer], num_experts: int) -> NDArray[np.int64]:
+    """counts_LE of the experts of some tokens."""
+    layers = range(experts_TLk.shape[1])
+    return np.stack([np.bincount(experts_TLk[:, layer].ravel(), minlength=num_experts) for layer in layers])
 
 
 def prompt_tokens(trace: RoutingTrace, request: int) -> NDArray[np.integer]:

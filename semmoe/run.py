@@ -18,7 +18,7 @@ from .inputs import check_trace, load_cluster, load_trace
 from .locality import LocalityMeter
 from .planning import StepPlanner
 from .plugins import instantiate
-from .recipe import Fitted, Recipe, prompt_tokens
+from .recipe import Fitted, Recipe
 from .rows import commit, label
 from .serving import Request, ServingLimits, ServingLoop
 from .specs import ClusterSpec, ModelSpec, digest
@@ -109,18 +109,22 @@ class Run:
     def serving_loop(self) -> ServingLoop:
         """A fresh loop over the workload: one queue a rank in dp, one for all ranks in attention-TP."""
         limits = ServingLimits(**self.cfg["serving"])
-        queues = self.ep_size if self.spec.flow == "dp" else 1
+        if self.spec.flow != "dp":
+            return ServingLoop(self.workload.requests, 1, limits)
+        scheduler = self.recipe.request_scheduler(self.fitted)
+
+        def known_of(request: Request) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+            source = int(self.workload.source_R[request.id])
+            return self.recipe.known_of(self.fitted, scheduler, self.heldout, source)
+
         return ServingLoop(
             self.workload.requests,
-            queues,
+            self.ep_size,
             limits,
-            self.recipe.make_request_scheduler() if queues > 1 else None,
-            self._score_of,
+            scheduler if self.ep_size > 1 else None,
+            lambda request: known_of(request)[0],
+            lambda request: known_of(request)[1],
         )
-
-    def _score_of(self, request: Request) -> NDArray[np.int64] | None:
-        source = int(self.workload.source_R[request.id])
-        return self.fitted.request_scores_G(prompt_tokens(self.heldout, source))
 
     def meter(self) -> LocalityMeter:
         return LocalityMeter(self.heldout.num_layers, self.ep_size, self.cluster.ranks_per_node)
@@ -171,7 +175,7 @@ class RunBuilder:
 
     def build(self, cfg: dict[str, Any]) -> Run:
         """The Run of one config; UserError for anything in it that cannot work."""
-        model: ModelSpec = instantiate(cfg["model"], "model")
+        model: ModelSpec = instantiate(cfg["model"], "model").scaled(float(cfg["model_scale"]))
         cluster_raw, cluster = load_cluster(cfg["cluster"])
         trace: RoutingTrace = self._cached("trace", cfg["trace"], lambda: load_trace(cfg["trace"]))
         check_trace(trace, model)
@@ -223,6 +227,7 @@ class RunBuilder:
 
     def _recipe(self, cfg: dict[str, Any], model: ModelSpec, cluster: ClusterSpec, ep_size: int) -> Recipe:
         dispatcher = cfg["dispatcher"]
+        make = {group: _maker(cfg[group], group) for group in POLICY_GROUPS}
         spec = DispatchSpec(
             flow=cfg["flow"]["name"],
             dispatcher=dispatcher["name"],
@@ -231,9 +236,9 @@ class RunBuilder:
             activation_dtype=cfg["dtype"],
             dispatch_dtype=dispatcher.get("dispatch_dtype"),
             combine_dtype=dispatcher.get("combine_dtype"),
+            carry_expert_ids=cfg["flow"]["name"] == "tp_shuffled" and getattr(make["predictor"](), "lookback", 0) > 0,
         )
         slots = int(cfg["placement"].get("slots") or model.num_experts)
-        make = {group: _maker(cfg[group], group) for group in POLICY_GROUPS}
         return Recipe(
             model=model,
             cluster=cluster,
@@ -293,6 +298,8 @@ def _axes(
         "workload": cfg["workload"],
         "scope": cfg["scope"],
     }
+    if cfg["model_scale"] != 1:
+        axes["model_scale"] = cfg["model_scale"]
     if recipe.slots > model.num_experts:
         axes["replica_router"] = cfg["replica_router"]
     if flow == "dp":

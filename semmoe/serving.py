@@ -91,7 +91,8 @@ class _Queue:
 class ServingLoop:
     """Continuous batching with chunked prefill, a KV budget and preemption by recomputation (youngest first).
 
-    scheduler: request scheduler, used when there is more than one queue; score_of(request) -> score_G or None.
+    scheduler: request scheduler, used when there is more than one queue; score_of(request) -> score_G or None;
+    head_of(request) -> measured head counts_LE or None.
     Requests that arrived since the last step are assigned together when the next step is formed.
     """
 
@@ -102,6 +103,7 @@ class ServingLoop:
         limits: ServingLimits,
         scheduler: RequestScheduler | None = None,
         score_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
+        head_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
     ) -> None:
         if queues > 1 and scheduler is None:
             raise UserError(f"{queues} queues need a request scheduler")
@@ -116,7 +118,7 @@ class ServingLoop:
                     f"request {request.id} needs {request.prompt_len + request.output_len} KV tokens; a rank has "
                     f"{limits.kv_tokens} (raise serving.kv_tokens or shorten it)"
                 )
-        self.limits, self.scheduler, self.score_of = limits, scheduler, score_of
+        self.limits, self.scheduler, self.score_of, self.head_of = limits, scheduler, score_of, head_of
         self.queues = [_Queue() for _ in range(queues)]
         count = len(self.requests)
         self.prompt_R = np.array([r.prompt_len for r in self.requests], dtype=np.int64)
@@ -228,7 +230,9 @@ class ServingLoop:
             assert self.scheduler is not None
             scores = [self.score_of(request) for request in pending] if self.score_of else []
             stacked = np.stack([s for s in scores if s is not None]) if scores and scores[0] is not None else None
-            ranks = assign_all(self.scheduler, pending, stacked, self.rank_states())
+            heads = [self.head_of(request) for request in pending] if self.head_of else []
+            known = [h for h in heads if h is not None] if heads and heads[0] is not None else None
+            ranks = assign_all(self.scheduler, pending, stacked, self.rank_states(), known)
         for request, rank in zip(pending, ranks, strict=True):
             self.rank_R[request.id] = rank
             self.queues[rank].waiting.append(request.id)

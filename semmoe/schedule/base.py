@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ class RankStates:
     queued_tokens_G  prompt tokens that wait or are still to be computed
     running_G        requests that run;  waiting_G requests that wait
     kv_tokens_G      tokens of KV cache in use;  kv_capacity tokens of KV cache on a rank
+    prefix_hit_tokens_RG  prompt tokens of each request at hand whose KV a rank holds already (None: no prefix cache)
     """
 
     queued_tokens_G: NDArray[np.integer]
@@ -29,17 +30,33 @@ class RankStates:
     waiting_G: NDArray[np.integer]
     kv_tokens_G: NDArray[np.integer]
     kv_capacity: int
+    prefix_hit_tokens_RG: NDArray[np.integer] | None = None
 
     @property
     def ranks(self) -> int:
         return len(self.running_G)
+
+    def window(self, part: slice) -> RankStates:
+        """The same for some of the requests at hand."""
+        hits = self.prefix_hit_tokens_RG
+        return replace(self, prefix_hit_tokens_RG=None if hits is None else hits[part])
+
+    def with_assigned(self, requests: Sequence[Request], owner_R: NDArray[np.integer]) -> RankStates:
+        """The states once these requests wait at their ranks."""
+        queued_G, waiting_G = np.array(self.queued_tokens_G), np.array(self.waiting_G)
+        np.add.at(queued_G, owner_R, [request.prompt_len for request in requests])
+        np.add.at(waiting_G, owner_R, 1)
+        return replace(self, queued_tokens_G=queued_G, waiting_G=waiting_G)
 
 
 class RequestScheduler(Protocol):
     """A class with this method, named by Hydra's `_target_`, is a request scheduler.
 
     `assign_window(requests, score_RG, head_counts, ranks) -> ranks` is optional; without it the requests that arrived
-    since the last step are assigned one by one, each seeing the ones before it.
+    since the last step are assigned one by one, each seeing the ones before it. head_counts [L, E]: measured experts of
+    the request's head or prefill. Optional too: `fit(profile, placement)`, called before the first assignment;
+    `needs_head` and `sees_routes` (true: head_counts and scores come from the whole prompt, or from all true routes);
+    `values(...)` with assign's arguments, the value of each rank for the decision trace (decisions.py).
     """
 
     def assign(
@@ -52,7 +69,10 @@ class RequestScheduler(Protocol):
 
 
 class TokenScheduler(Protocol):
-    """A class with this method, named by Hydra's `_target_`, is a token scheduler."""
+    """A class with this method, named by Hydra's `_target_`, is a token scheduler.
+
+    Optional `sees_routes` (true: scores count the true experts of the layer, which only a replay knows).
+    """
 
     def homes(self, score_TG: NDArray[np.int32], capacity: int) -> Plan: ...
 
@@ -90,28 +110,32 @@ def capacity_of(tokens: int, ranks: int, home_cap: float) -> int:
 
 
 def assign_all(
-    scheduler: RequestScheduler, requests: Sequence[Request], score_RG: NDArray[np.int64] | None, ranks: RankStates
+    scheduler: RequestScheduler,
+    requests: Sequence[Request],
+    score_RG: NDArray[np.int64] | None,
+    ranks: RankStates,
+    heads: Sequence[NDArray[np.integer]] | None = None,
 ) -> list[int]:
     """Assign a window of requests through assign_window where the scheduler has it, else one by one.
 
-    UserError when the scheduler returns anything but one rank a request.
+    heads: counts_LE of each request, where its head (or prefill) was measured. UserError when the scheduler returns
+    anything but one rank a request.
     """
     window = getattr(scheduler, "assign_window", None)
     if window is not None:
         chosen = [
             _checked(scheduler, rank, r, ranks.ranks)
-            for rank, r in zip(window(requests, score_RG, None, ranks), requests, strict=True)
+            for rank, r in zip(window(requests, score_RG, heads, ranks), requests, strict=True)
         ]
         return chosen
     chosen = []
     for i, request in enumerate(requests):
-        rank = scheduler.assign(request, None if score_RG is None else score_RG[i], None, ranks)
-        rank = _checked(scheduler, rank, request, ranks.ranks)
-        chosen.append(rank)
-        queued, waiting = ranks.queued_tokens_G.copy(), ranks.waiting_G.copy()
-        queued[rank] += request.prompt_len
-        waiting[rank] += 1
-        ranks = RankStates(queued, ranks.running_G, waiting, ranks.kv_tokens_G, ranks.kv_capacity)
+        now = ranks.window(slice(i, i + 1))
+        rank = scheduler.assign(
+            request, None if score_RG is None else score_RG[i], None if heads is None else heads[i], now
+        )
+        chosen.append(_checked(scheduler, rank, request, ranks.ranks))
+        ranks = ranks.with_assigned([request], np.array(chosen[-1:]))
     return chosen
 
 
