@@ -2,7 +2,7 @@
 
 HiddenFeed  the tiny model's real hidden states (input of each MoE layer) and weights: the gate sees what it was trained
             on, so `route_flips` means something
-RandomFeed  seeded normal rows and weights of any model's shape, hidden and expert width scaled by a factor
+RandomFeed  seeded normal rows and weights of any model's shape, hidden and expert width as `model_scale` left them
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ class HiddenFeed:
 
     real = True
 
-    def __init__(self, context: RankContext, trace: RoutingTrace) -> None:
+    def __init__(self, context: RankContext, trace: RoutingTrace, model: ModelSpec) -> None:
         self.source = TinyWeights()
         config = self.source.model.config
+        if model.hidden != config.hidden:
+            raise UserError(
+                "measure.feed=hidden needs the tiny model as it is; set model_scale=1 or measure.feed=random"
+            )
         ours, theirs = (
             (config.num_layers, config.num_experts, config.top_k, config.vocab_size),
             (trace.num_layers, trace.num_experts, trace.top_k, trace.vocab_size),
@@ -75,26 +79,22 @@ class RandomFeed:
 
     real = False
 
-    def __init__(self, model: ModelSpec, scale: float = 1.0, seed: int = 0) -> None:
-        self.source = RandomWeights(model, scale, seed)
+    def __init__(self, model: ModelSpec, seed: int = 0) -> None:
+        self.source = RandomWeights(model, seed=seed)
         self._pool = torch.randn(RANDOM_ROWS, self.source.hidden, generator=torch.Generator().manual_seed(seed))
 
     def rows_TH(self, layer: int, rows_T: NDArray[np.int64]) -> Tensor:
         return self._pool.index_select(0, torch.from_numpy((rows_T + 997 * layer) % RANDOM_ROWS))
 
 
-def make_feed(
-    context: RankContext, kind: str, model: ModelSpec, trace: RoutingTrace, scale: float = 1.0, seed: int = 0
-) -> Feed:
+def make_feed(context: RankContext, kind: str, model: ModelSpec, trace: RoutingTrace, seed: int = 0) -> Feed:
     """The feed of a configuration, kept in the context: a sweep computes hidden states once per trace. Collective."""
     if kind not in FEEDS:
         raise UserError(f"measure.feed='{kind}' must be one of {', '.join(FEEDS)}")
-    if kind == "hidden" and scale != 1.0:
-        raise UserError(f"measure.weight_scale={scale} goes with measure.feed=random only")
-    key = (kind, trace.digest if kind == "hidden" else (model, scale, seed))
+    key = (kind, trace.digest if kind == "hidden" else (model, seed))
     if context.state.get("feed_key") != key:
         context.state.pop("feed", None)
-        context.state["feed"] = HiddenFeed(context, trace) if kind == "hidden" else RandomFeed(model, scale, seed)
+        context.state["feed"] = HiddenFeed(context, trace, model) if kind == "hidden" else RandomFeed(model, seed)
         context.state["feed_key"] = key
     feed: Feed = context.state["feed"]
     return feed

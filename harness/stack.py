@@ -62,9 +62,7 @@ class Stack:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
         most = max_home_tokens(run)
-        self.feed: Feed = make_feed(
-            context, measure["feed"], run.model, run.heldout, float(measure["weight_scale"]), int(run.cfg["seed"])
-        )
+        self.feed: Feed = make_feed(context, measure["feed"], run.model, run.heldout, int(run.cfg["seed"]))
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
         staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
         self.transport = open_transport(context, run.cfg["transport"]["name"], staged)

@@ -41,6 +41,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
     """
     from hydra import initialize_config_dir
 
+    _register_resolvers()
     products = _expand(overrides, multirun)
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
         configs = []
@@ -52,6 +53,14 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
         config.pop("sweep", None)
         config.pop("experiment", None)
     return configs
+
+
+def _register_resolvers() -> None:
+    """${count:LIST} and ${first:LIST}, for groups that take sizes from another group."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("count", len, replace=True)
+    OmegaConf.register_new_resolver("first", lambda items: items[0], replace=True)
 
 
 def _expand(overrides: Sequence[str], multirun: bool) -> list[list[str]]:

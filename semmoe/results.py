@@ -138,8 +138,11 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
                 checked[name] = None
             else:
                 checked[name] = {"str": str, "int": int, "float": float}[kind](value)
-        except (TypeError, ValueError):
-            raise UserError(f"{where}: column {name} holds {value!r}; {kind} is right") from None
+                if kind == "float" and math.isinf(checked[name]):
+                    raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            right = "finite float" if kind == "float" else kind
+            raise UserError(f"{where}: column {name} holds {value!r}; {right} is right") from None
     missing = [name for name, column in COLUMNS.items() if column.required and checked.get(name) is None]
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}")
@@ -147,8 +150,9 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
 
 
 def row_path(folder: str | Path, row: Mapping[str, Any]) -> Path:
-    """File of a row: one per backend, cluster, configuration and repeat."""
-    return Path(folder) / f"{row['backend']}-{row['cluster']}-{row['config_id']}-r{row['repeat']}.json"
+    """File of a row: one per backend, transport, cluster, configuration and repeat."""
+    side = row["backend"] if row["backend"] == "simulator" else f"{row['backend']}-{row['transport']}"
+    return Path(folder) / f"{side}-{row['cluster']}-{row['config_id']}-r{row['repeat']}.json"
 
 
 def write_row(folder: str | Path, row: Mapping[str, Any]) -> Path:
@@ -188,8 +192,11 @@ def read_rows(folders: Iterable[str | Path]) -> pd.DataFrame:
         files = [folder] if folder.is_file() else sorted(folder.glob("*-r*.json"))
         for file in files:
             try:
-                rows.append(check_row(json.loads(file.read_text()), str(file)))
-            except json.JSONDecodeError as error:
+                row = json.loads(file.read_text(encoding="utf-8"))
+                if not isinstance(row, dict):
+                    raise TypeError(f"holds a {type(row).__name__}")
+                rows.append(check_row(row, str(file)))
+            except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
                 raise UserError(
                     f"{file}: not a result row ({error}); delete the file and run the command again"
                 ) from None

@@ -32,7 +32,13 @@ def progress(total: int, what: str) -> Any:
 
 def is_done(run: Run, backend: str) -> bool:
     """Whether this row exists, made with the same content of the cluster file."""
-    identity = {"backend": backend, "cluster": run.cluster.name, "config_id": run.config_id, "repeat": run.repeat}
+    identity = {
+        "backend": backend,
+        "transport": run.cfg["transport"]["name"],
+        "cluster": run.cluster.name,
+        "config_id": run.config_id,
+        "repeat": run.repeat,
+    }
     path = row_path(folder_of(run.cfg), identity)
     if run.cfg["rerun"] or not path.is_file():
         return False

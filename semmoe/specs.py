@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import UserError, nearest
@@ -95,6 +95,15 @@ class ModelSpec:
             kv_up = self.kv_lora_rank * self.num_heads * (self.head_dim + self.v_head_dim)
             return q + kv + kv_up + self.num_heads * self.v_head_dim * self.hidden
         return self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    def scaled(self, factor: float) -> ModelSpec:
+        """The same model with hidden and expert width times `factor` (multiples of 16), for machines that are too small."""
+        if not 0 < factor <= 1:
+            raise UserError(f"model_scale={factor} must lie in (0, 1]")
+        if factor == 1:
+            return self
+        widths = {name: max(16, round(getattr(self, name) * factor / 16) * 16) for name in ("hidden", "expert_ffn")}
+        return replace(self, **widths)
 
     def weight_bytes_per_rank(self, slots_per_rank: int, attention_tp: int = 1) -> float:
         """Weights on one rank: its expert slots of every MoE layer and the replicated (or TP-split) rest."""

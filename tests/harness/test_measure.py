@@ -133,7 +133,7 @@ def test_poisoned_memory_is_nan_in_every_float_type_and_only_inside():
     [
         (("scope=full_model",), "scope=moe_layers"),
         (("measure.feed=hiden",), "must be one of hidden, random"),
-        (("measure.feed=hidden", "measure.weight_scale=0.5"), "measure.feed=random only"),
+        (("measure.feed=hidden", "model_scale=0.5"), "set model_scale=1 or measure.feed=random"),
         (("transport.name=colective",), "did you mean 'collective'"),
     ],
 )
