@@ -6,91 +6,93 @@ simulator) and measured (counted in the harness). Replayed equal to measured che
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from .errors import UserError
-from .results import OPS, SERVED, read_rows
+from .axes import POLICIES, SHARED, flat_axes, telling_axes, unjoined
+from .results import OPS, SERVED, read_rows, write_atomically
+from .verdict import order, verdicts
 
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
-COUNTED = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts", "node_bytes", "nic_bytes",
-           "metadata_bytes", *(f"{op}_bytes" for op in OPS))  # fmt: skip
+SHOWN_COUNTS = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts")
+COUNTED = (*SHOWN_COUNTS, "node_bytes", "nic_bytes", "metadata_bytes", *(f"{op}_bytes" for op in OPS))
 PREDICTED = ("layer", "step", *SERVED)
-POLICIES = ("flow", "dispatcher", "placement", "request_scheduler", "token_scheduler")
-SHARED = (
-    "model",
-    "cluster",
-    "ep_size",
-    "workload",
-    "rate_rps",
-    "batch_tokens",
-    "dtype",
-    "scope",
-    "seed",
-    "trace_digest",
-)
-TIE = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """One line of `table` per configuration; `rows` are the rows that it came from, `summary` the figures over all."""
+    """One line of `table` per configuration; `rows` are the rows that it came from, `summary` the figures over all.
+
+    axes: columns of `table` that tell the configurations apart. `table.key` joins a line to its rows (`rows.key`).
+    """
 
     table: pd.DataFrame
     rows: pd.DataFrame
     summary: dict[str, Any]
+    axes: tuple[str, ...] = ()
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the joined table; UserError when it cannot be written."""
-        try:
-            self.table.to_csv(path, index=False)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        """Write the joined table, whole or not at all; UserError when it cannot be written."""
+        write_atomically(path, self.table.drop(columns="key").to_csv(index=False))
 
-    def render(self) -> str:
-        """The comparison as text for a terminal."""
-        return "\n\n".join([_shared_line(self.rows), _text_table(self.table), *summary_lines(self)])
+    def render(self, width: int = 140) -> str:
+        """The comparison as text for a terminal of `width` columns."""
+        from .report.terminal import render
+
+        return render(self, width)
 
 
 def compare(folders: Iterable[str | Path]) -> Comparison:
     """Join the rows of these run folders. A side that is missing stays visible as such.
 
     Where a configuration has both a free-running and a replayed simulation, locality and latencies come from the replayed
-    one (the same steps as measured), serving figures from the free-running one. UserError when there are no rows.
+    one (the same steps as measured), serving figures from the free-running one. UserError when there are no rows, or when
+    both backends are there and no configuration has both (it names the axis that differs).
     """
-    rows = read_rows(folders)
-    lines = [_line(group) for _, group in rows.groupby(["config_id", "cluster"], sort=False)]
-    table = pd.DataFrame(lines).sort_values([*POLICIES, *SHARED], kind="stable", ignore_index=True)
-    varying = [name for name in (*POLICIES, *SHARED) if table[name].nunique(dropna=False) > 1 or name == "flow"]
-    table.insert(0, "configuration", [_name(line, varying) for _, line in table.iterrows()])
-    table["verdict"] = verdicts(table)
-    return Comparison(table, rows, summarise(table))
+    folders = list(folders)
+    rows = read_rows(folders).drop_duplicates(ignore_index=True)  # a folder that is named twice counts once
+    rows["key"] = rows.config_id + "@" + rows.cluster
+    groups = dict(tuple(rows.groupby("key", sort=False)))
+    lines = [_line(str(key), group) for key, group in groups.items()]
+    backends = rows.groupby("key").backend.nunique()
+    if rows.backend.nunique() > 1 and backends.max() == 1:
+        raise unjoined(rows, folders)
+    axes_of = {key: flat_axes(group.iloc[0]) for key, group in groups.items()}
+    table = pd.DataFrame(lines)
+    extra = telling_axes(table, axes_of)
+    for name in extra:
+        table[name] = [axes_of[key].get(name) for key in table.key]
+    table = table.sort_values([*POLICIES, *SHARED], kind="stable", ignore_index=True)
+    named = [n for n in (*POLICIES, *SHARED) if n == "flow" or table[n].nunique(dropna=False) > 1]
+    axes = (*named, *extra)
+    table.insert(0, "configuration", [_name(line, axes) for _, line in table.iterrows()])
+    table = pd.concat([table, verdicts(table, groups)], axis=1)
+    return Comparison(table, rows, summarise(table, groups), axes)
 
 
-def _line(group: pd.DataFrame) -> dict[str, Any]:
+def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
     """One configuration: its axes, three localities, predicted and measured times."""
     simulated, measured = group[group.backend == "simulator"], group[group.backend == "harness"]
     replayed = simulated[simulated.steps_file.notna()]
     free, simulated = simulated[simulated.steps_file.isna()], replayed if len(replayed) else simulated
     first = group.iloc[0]
-    line: dict[str, Any] = {name: first[name] for name in ("config_id", *POLICIES, *SHARED)}
-    line["sides"] = (
-        "both" if len(simulated) and len(measured) else "simulated only" if len(simulated) else "measured only"
-    )
+    sides = "both" if len(simulated) and len(measured) else "simulated only" if len(simulated) else "measured only"
+    line: dict[str, Any] = {"key": key, "config_id": first.config_id, "sides": sides}
+    line |= {name: first[name] for name in (*POLICIES, *SHARED)}
+    same = _same_steps(simulated, measured)
+    counted = same if len(same) else measured
     for name in LOCALITY:
         line[f"{name}_planned"] = _mean(group, f"{name}_planned")
         line[f"{name}_replayed"] = _mean(simulated, f"{name}_replayed")
-        line[f"{name}_measured"] = _mean(measured, f"{name}_measured")
-    best = measured if len(measured) else simulated
-    for name in COUNTED[:4]:
-        line[name] = _mean(best, name)
-    line["replay_equal"] = _replay_equal(simulated, measured)
+        line[f"{name}_measured"] = _mean(counted, f"{name}_measured")
+    for name in SHOWN_COUNTS:
+        line[name] = _mean(counted if len(counted) else simulated, name)
+    line["replay_equal"] = _replay_equal(simulated, measured, same)
     for name in PREDICTED:
         predicted, real = _mean(free if name in SERVED else simulated, f"{name}_ms"), _mean(measured, f"{name}_ms")
         line[f"{name}_ms_predicted"], line[f"{name}_ms_measured"] = predicted, real
@@ -100,29 +102,48 @@ def _line(group: pd.DataFrame) -> dict[str, Any]:
         line[f"{name}_spread_pct"] = spread
     line["layer_ms_low"], line["layer_ms_high"] = interval(measured)
     line["repeats"] = len(measured)
+    line["calibrations"] = group.cluster_digest.nunique()
     return line
 
 
 def interval(measured: pd.DataFrame) -> tuple[float, float]:
-    """Interval of layer_ms over repeats: all of them, widened by each repeat's own bootstrap interval."""
-    if measured.empty:
+    """Interval of layer_ms over repeats: all of them, widened by each repeat's own bootstrap interval.
+
+    NaN where there is nothing to tell the noise from: one repeat without an interval of its own.
+    """
+    known = measured[measured["layer_ms"].notna()]
+    if known.empty or (len(known) == 1 and known["layer_ms_ci_low"].isna().all()):
         return math.nan, math.nan
-    low = measured["layer_ms_ci_low"].fillna(measured["layer_ms"]).astype(float)
-    high = measured["layer_ms_ci_high"].fillna(measured["layer_ms"]).astype(float)
+    low = known["layer_ms_ci_low"].astype(float).fillna(known["layer_ms"].astype(float))
+    high = known["layer_ms_ci_high"].astype(float).fillna(known["layer_ms"].astype(float))
     return float(low.min()), float(high.max())
 
 
-def _replay_equal(simulated: pd.DataFrame, measured: pd.DataFrame) -> str:
-    """ "yes" / "no" where both executed the same steps, "other steps" where a served run formed its own batches."""
+def _same_steps(simulated: pd.DataFrame, measured: pd.DataFrame) -> pd.DataFrame:
+    """The measured rows that executed the steps that were simulated: all of fixed batches, the logged ones of a replay."""
+    if simulated.empty or (measured.workload == "batches").all():
+        return measured
+    return measured[measured.steps_file.notna() & measured.steps_file.isin(simulated.steps_file)]
+
+
+def _replay_equal(simulated: pd.DataFrame, measured: pd.DataFrame, same: pd.DataFrame) -> str:
+    """ "yes" / "no (column)" where both executed the same steps, "other steps" where a served run formed its own batches.
+
+    Equal means equal: tokens, steps, every byte counter, LAR and fan-out of every layer, to the last row.
+    """
     if simulated.empty or measured.empty:
         return "-"
-    if (set(measured.steps) | set(simulated.steps)) != {simulated.iloc[0].steps}:
+    if same.empty:
         return "other steps"
-    values = pd.concat([simulated, measured])
-    for name in (*COUNTED, "tokens", "lar_per_layer", "fan_out_per_layer"):
-        column = values[name].dropna()
-        if len(column) not in (0, len(values)) or (len(column) and not (column == column.iloc[0]).all()):
-            return f"no ({name})"
+    for row in same.itertuples():
+        twins = simulated if row.workload == "batches" else simulated[simulated.steps_file == row.steps_file]
+        for twin in twins.itertuples():
+            pairs = [(n, getattr(twin, n), getattr(row, n)) for n in ("tokens", "steps", *COUNTED)]
+            pairs += [(n, getattr(twin, f"{n}_replayed"), getattr(row, f"{n}_measured")) for n in LOCALITY]
+            pairs += [(n, getattr(twin, n), getattr(row, n)) for n in ("lar_per_layer", "fan_out_per_layer")]
+            for name, ours, theirs in pairs:
+                if not (ours == theirs or (pd.isna(ours) and pd.isna(theirs))):
+                    return f"no ({name})"
     return "yes"
 
 
@@ -131,167 +152,43 @@ def _mean(rows: pd.DataFrame, name: str) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _name(line: pd.Series[Any], varying: list[str]) -> str:
-    words = [str(line["flow"])]
-    words += [_plain(line[name]) for name in varying if name != "flow" and line[name] not in ("-", None)]
+def _name(line: pd.Series[Any], axes: Sequence[str]) -> str:
+    """The axes that tell a configuration apart, in a line: flow / dispatcher / ... / other.axis=value."""
+    words = []
+    for name in axes:
+        value = line[name]
+        if value is None or value == "-" or (isinstance(value, float) and math.isnan(value)):
+            continue
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(text if name in POLICIES else f"{name}={text}")
     return " / ".join(words)
 
 
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def summarise(table: pd.DataFrame, groups: dict[Any, pd.DataFrame]) -> dict[str, Any]:
+    """Errors, their size beside the spread of repeats, planned against measured, and the order of policies.
 
-
-def summarise(table: pd.DataFrame) -> dict[str, Any]:
-    """Errors, their size beside the spread of repeats, planned against measured, and the order of policies."""
+    within: configurations whose error is at most 20 %, or twice the spread of their own repeats where that is larger.
+    """
     both = table[table.sides == "both"]
     summary: dict[str, Any] = {"configurations": len(table), "both": len(both)}
     for name in PREDICTED:
-        errors = both[f"{name}_error_pct"].abs().dropna()
-        if len(errors):
+        known = both[both[f"{name}_error_pct"].notna()]
+        if len(known):
+            errors, spread = known[f"{name}_error_pct"].abs(), known[f"{name}_spread_pct"]
+            allowed = (2 * spread).clip(lower=20).fillna(20)
             summary[name] = {
                 "median_error_pct": float(errors.median()), "p90_error_pct": float(errors.quantile(0.9)),
-                "median_spread_pct": float(both[f"{name}_spread_pct"].median()), "count": len(errors),
+                "median_spread_pct": float(spread.median()), "within": int((errors <= allowed).sum()), "count": len(known),
             }  # fmt: skip
-    gap = (table["lar_planned"] - table["lar_measured"].fillna(table["lar_replayed"])).abs().dropna() * 100
-    if len(gap):
-        summary["lar_gap_points"] = {"median": float(gap.median()), "max": float(gap.max())}
+    for against in ("measured", "replayed"):
+        gap = (table.lar_planned - table[f"lar_{against}"]).abs().dropna() * 100
+        if len(gap):
+            summary["lar_gap_points"] = {"against": against, "median": float(gap.median()), "max": float(gap.max())}
+            break
     checked = both["replay_equal"]
     summary["replay_equal"] = {"yes": int((checked == "yes").sum()), "no": int(checked.str.startswith("no").sum()),
                                "other_steps": int((checked == "other steps").sum())}  # fmt: skip
-    summary["order"] = order(both)
+    summary["order"] = order(both, groups, across_flows=False)
+    summary["order_across_flows"] = order(both, groups, across_flows=True)
+    summary["other_calibration"] = int((both.calibrations > 1).sum())
     return summary
-
-
-def order(both: pd.DataFrame) -> dict[str, int]:
-    """Pairs within one flow and dispatcher: same order in both backends, opposite, or undecided (intervals overlap)."""
-    counts = {"same": 0, "opposite": 0, "undecided": 0}
-    for _, group in both.groupby(["flow", "dispatcher"]):
-        for (_, a), (_, b) in itertools.combinations(group.iterrows(), 2):
-            if a.layer_ms_low <= b.layer_ms_high and b.layer_ms_low <= a.layer_ms_high:
-                counts["undecided"] += 1
-            else:
-                predicted = a.layer_ms_predicted - b.layer_ms_predicted
-                agree = predicted * (a.layer_ms_measured - b.layer_ms_measured) > 0
-                counts["same" if agree else "opposite"] += 1
-    return counts
-
-
-BASELINE = {
-    "placement": "contiguous",
-    "request_scheduler": ("round_robin", "-"),
-    "token_scheduler": ("no_shuffle", "-"),
-}
-
-
-def is_baseline(line: pd.Series[Any]) -> bool:
-    """No policy at all: contiguous experts, requests in turn, tokens in order."""
-    return line.placement == "contiguous" and all(
-        line[k] in BASELINE[k] for k in ("request_scheduler", "token_scheduler")
-    )
-
-
-def verdicts(table: pd.DataFrame) -> list[str]:
-    """A sentence per configuration against the better of its honest baselines (same flow's, and tp_replicated)."""
-    said = []
-    for index, line in table.iterrows():
-        rivals = [other for i, other in table.iterrows() if i != index and is_baseline(other)
-                  and (line.flow == other.flow or (line.flow.startswith("tp_") and other.flow == "tp_replicated"))
-                  and all(_same(line[k], other[k]) for k in SHARED)]  # fmt: skip
-        said.append("baseline" if is_baseline(line) else _verdict(line, rivals))
-    return said
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a == b or (pd.isna(a) and pd.isna(b))
-
-
-def _verdict(line: pd.Series[Any], rivals: list[pd.Series[Any]]) -> str:
-    side = "measured" if not math.isnan(line.layer_ms_measured) else "predicted"
-    known = [r for r in rivals if not math.isnan(r[f"layer_ms_{side}"])]
-    if not known or math.isnan(line[f"layer_ms_{side}"]):
-        return "no baseline to compare with"
-    best = min(known, key=lambda r: r[f"layer_ms_{side}"])
-    gain = 100 * (1 - line[f"layer_ms_{side}"] / best[f"layer_ms_{side}"])
-    name = f"{best.flow} {best.placement}"
-    if side == "predicted":
-        word = "faster" if gain > 0 else "slower"
-        return (
-            f"{abs(gain):.0f} % {word} than {name} (predicted)"
-            if abs(gain) >= 1
-            else f"no gain over {name} (predicted)"
-        )
-    low = 100 * (1 - line.layer_ms_high / best.layer_ms_low)
-    high = 100 * (1 - line.layer_ms_low / best.layer_ms_high)
-    if low <= 0 <= high:
-        return f"no gain here: {gain:+.0f} % [{low:+.0f}, {high:+.0f}] against {name} is within the spread"
-    word = "faster" if gain > 0 else "slower"
-    ends = sorted((abs(low), abs(high)))
-    return f"{abs(gain):.0f} % {word} than {name} [{ends[0]:.0f}, {ends[1]:.0f}]"
-
-
-def _shared_line(rows: pd.DataFrame) -> str:
-    """What all rows have in common."""
-    same = {name: rows[name].iloc[0] for name in ("model", "cluster", "ep_size", "workload", "batch_tokens", "dtype", "scope")
-            if rows[name].nunique(dropna=False) == 1 and not pd.isna(rows[name].iloc[0])}  # fmt: skip
-    return "all configurations: " + ", ".join(f"{name} {_plain(value)}" for name, value in same.items())
-
-
-def _text_table(table: pd.DataFrame) -> str:
-    width = min(max(map(len, table.configuration)), 62)
-    head = (f"{'configuration':{width}s}  {'LAR pl/rep/meas':>17s} {'fan-out pl/rep/me':>17s} {'KB/token p/r/m':>16s} "
-            f"{'equal':>5s} {'imbal':>5s}  {'layer ms pred/meas':>18s} {'error':>6s} {'spread':>6s}")  # fmt: skip
-    lines = [head, "-" * len(head)]
-    for _, line in table.iterrows():
-        name = line.configuration if len(line.configuration) <= width else line.configuration[: width - 1] + "~"
-        kb = "/".join(_number(line[f"bytes_per_token_{w}"] / 1e3, 1) for w in ("planned", "replayed", "measured"))
-        lines.append(
-            f"{name:{width}s}  {_three(line, 'lar', 3):>17s} {_three(line, 'fan_out', 2):>17s} {kb:>16s} "
-            f"{line.replay_equal[:5]:>5s} {_number(line.imbalance_total, 2):>5s}  "
-            f"{_number(line.layer_ms_predicted, 3):>8s} /{_number(line.layer_ms_measured, 3):>8s} "
-            f"{_number(line.layer_error_pct, 0, '%'):>6s} {_number(line.layer_spread_pct, 0, '%'):>6s}"
-        )
-        if not math.isnan(line.tpot_ms_measured) or not math.isnan(line.tpot_ms_predicted):
-            served = "   ".join(
-                f"{n.upper()} {_number(line[f'{n}_ms_predicted'], 1)} / {_number(line[f'{n}_ms_measured'], 1)} ms"
-                for n in ("ttft", "tpot", "e2e"))  # fmt: skip
-            lines.append(f"    served, predicted / measured: {served}")
-    return "\n".join(lines)
-
-
-def _three(line: pd.Series[Any], name: str, digits: int) -> str:
-    return "/".join(
-        _number(line[f"{name}_{when}"], digits).removeprefix("0") for when in ("planned", "replayed", "measured")
-    )
-
-
-def _number(value: float, digits: int, unit: str = "") -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}{unit}"
-
-
-def summary_lines(comparison: Comparison) -> list[str]:
-    """The summary in sentences."""
-    summary, table = comparison.summary, comparison.table
-    lines = []
-    equal = summary["replay_equal"]
-    if summary["both"]:
-        text = f"Traffic replayed in simulation equals what was counted in {equal['yes']} of {summary['both']} configurations"
-        text += f"; {equal['other_steps']} formed other steps (use replay=)" if equal["other_steps"] else ""
-        lines.append(text + ("." if not equal["no"] else f"; {equal['no']} DIFFER: {', '.join(_differing(table))}."))
-    if "lar_gap_points" in summary:
-        gap = summary["lar_gap_points"]
-        lines.append(f"Planned LAR is off by {gap['median']:.1f} points in the median, {gap['max']:.1f} at most.")
-    for name in PREDICTED:
-        if name in summary:
-            s = summary[name]
-            spread = f" (spread of the repeats {s['median_spread_pct']:.0f} %)" if s["median_spread_pct"] > 0 else ""
-            lines.append(f"{name} time: median absolute error {s['median_error_pct']:.1f} %, p90 {s['p90_error_pct']:.1f} %"
-                         f" over {s['count']} configurations{spread}.")  # fmt: skip
-    pairs = summary["order"]
-    if sum(pairs.values()):
-        lines.append(f"Order of configurations within a flow: {pairs['same']} pairs agree, {pairs['opposite']} disagree, "
-                     f"{pairs['undecided']} undecided (measured intervals overlap).")  # fmt: skip
-    return ["\n".join(lines), "\n".join(f"{line.configuration}: {line.verdict}" for _, line in table.iterrows())]
-
-
-def _differing(table: pd.DataFrame) -> list[str]:
-    return [str(line.configuration) for _, line in table.iterrows() if line.replay_equal.startswith("no")]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from ..compare import Comparison, summary_lines
+from ..compare import Comparison
 from ..results import write_atomically
 from .figures import FIGURES
+from .words import summary_lines
 
 COLUMNS = {
     "configuration": "configuration", "lar_planned": "LAR planned", "lar_replayed": "LAR replayed",
@@ -53,12 +54,12 @@ def write_report(comparison: Comparison, path: str | Path, title: str, command: 
 
 def _page(comparison: Comparison, title: str, command: str, figures: str) -> str:
     files = resources.files(__package__)
-    lines, _ = summary_lines(comparison)
+    lines = summary_lines(comparison)
     verdicts = "".join(
         f"<li><b>{escape(str(line.configuration))}</b>: {escape(str(line.verdict))}</li>"
         for line in comparison.table.itertuples()
     )
-    summary = "".join(f"<p>{escape(line)}</p>" for line in lines.splitlines())
+    summary = "".join(f"<p>{escape(line)}</p>" for line in lines)
     replace = {
         "TITLE": escape(title), "COMMAND": escape(command), "STYLE": (files / "page.css").read_text(),
         "SCRIPT": (files / "page.js").read_text(), "SUMMARY": summary, "VERDICTS": verdicts,

@@ -5,6 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+AXES = {
+    "cluster": "local",
+    "seed": 0,
+    "workload": {"kind": "batches", "composition": "shuffled"},
+    "placement": {"slots": None},
+}
+
 
 def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict[str, Any]:
     """A whole row. The figures are invented for tests of joining and wording; nothing ships them."""
@@ -14,7 +21,7 @@ def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict
         "commit": "abc", "seed": 0, "repeat": 0, "cluster": "local", "cluster_digest": "d", "model": "tiny", "trace": "t.npz",
         "trace_digest": "x", "flow": "dp", "dispatcher": "a2a_dedup", "ep_size": 4, "slots": 32, "placement": "contiguous",
         "predictor": "token_table", "replica_router": "-", "request_scheduler": "round_robin", "token_scheduler": "-",
-        "workload": "batches", "batch_tokens": 512, "dtype": "fp32", "scope": "moe_layers", "axes": json.dumps({"c": config}),
+        "workload": "batches", "batch_tokens": 512, "dtype": "fp32", "scope": "moe_layers", "axes": json.dumps(AXES),
         "tokens": 1000, "steps": 2, "provenance": "test", "lar_planned": 0.26, "fan_out_planned": 2.1,
         "bytes_per_token_planned": 100.0, "lar_per_layer": "[0.25, 0.25]", "fan_out_per_layer": "[2.1, 2.1]",
         "imbalance_step": 1.1, "imbalance_total": 1.05, "home_imbalance": 1.0, "active_experts": 8.0, "node_bytes": 5000.0,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
+
+import numpy as np
+import pandas as pd
 import pytest
-from compare_rows import measured, row
+from compare_rows import AXES, measured, row
+from scipy import stats
 
 from semmoe import cli
 from semmoe.compare import compare
 from semmoe.errors import UserError
 from semmoe.results import write_row
+from semmoe.verdict import gain
 
+SERVE = {"workload": "serve", "batch_tokens": None}
+TIMES = {"ttft_ms": 1234.5, "tpot_ms": 12.3, "e2e_ms": 98765.4}
 SEMANTIC = {"placement": "semantic", "request_scheduler": "semantic_request"}
 
 
@@ -33,29 +43,92 @@ def test_both_sides_join_with_error_and_spread(tmp_path):
 
 
 def test_a_missing_side_is_shown_and_named(tmp_path):
-    c = compare(folder(tmp_path, row(config="sim"), *measured("real", [5.0], **SEMANTIC)))
+    c = compare(
+        folder(tmp_path, row(), *measured("aaa", [9.0]), row(config="sim"), *measured("real", [5.0], **SEMANTIC))
+    )
     assert line(c, "sim").sides == "simulated only" and line(c, "real").sides == "measured only"
-    assert "-" in c.render()
+    assert "3 configurations: 1 simulated and measured, 1 simulated only, 1 measured only." in c.render()
 
 
 @pytest.mark.parametrize(
-    "change", [{"node_bytes": 5001.0}, {"lar_per_layer": "[0.25, 0.2500001]"}, {"metadata_bytes": 88.0}]
+    "rows", [[row(layer_ms=4.0), row(config="b", layer_ms=3.0, **SEMANTIC)], measured("aaa", [5.0])]
 )
+def test_one_backend_alone_is_shown(tmp_path, rows):
+    c = compare(folder(tmp_path, *rows))
+    assert set(c.table.sides) <= {"simulated only", "measured only"} and c.table.layer_error_pct.isna().all()
+    assert (
+        "no gain" in c.table.verdict.iloc[-1]
+        or "baseline" in c.table.verdict.iloc[-1]
+        or "faster" in c.table.verdict.iloc[-1]
+    )
+
+
+def test_nothing_joinable_names_the_axis_that_differs(tmp_path):
+    far = json.dumps(
+        AXES | {"seed": 7, "cluster": "h100x8", "workload": {"kind": "batches", "composition": "by_request"}}
+    )
+    near = json.dumps(AXES | {"workload": {"kind": "batches", "composition": "by_request"}})
+    folder(tmp_path, row(config="s"), *measured("far", [5.0], axes=far), *measured("near", [5.0], axes=near))
+    with pytest.raises(
+        UserError, match=r"1 simulated and 2 measured.*s and near.*workload.composition: shuffled simulated, by_req"
+    ) as e:
+        compare([tmp_path])
+    assert "seed" not in str(e.value) and "h100x8" not in str(e.value)
+
+
+def test_the_same_id_on_another_cluster_does_not_join(tmp_path):
+    with pytest.raises(UserError, match="cluster: h100x8 simulated, local measured"):
+        compare(folder(tmp_path, row(cluster="h100x8"), *measured("aaa", [5.0])))
+
+
+def test_a_folder_named_twice_counts_once(tmp_path):
+    folder(tmp_path, row(), *measured("aaa", [10.0, 11.0]))
+    assert compare([tmp_path, tmp_path]).table.repeats.tolist() == [2]
+
+
+def test_an_axis_without_a_column_tells_configurations_apart_and_a_needless_one_does_not_show(tmp_path):
+    slack = [json.dumps(AXES | {"request_scheduler": {"slack": s}, "serving": {"max": 1}}) for s in (1.0, 2.0)]
+    c = compare(folder(tmp_path, row(config="a", axes=slack[0]), row(config="b", axes=slack[1])))
+    assert c.axes == ("flow", "request_scheduler.slack")
+    assert c.table.configuration.tolist() == ["dp / request_scheduler.slack=1", "dp / request_scheduler.slack=2"]
+    assert "slack" in c.render()
+    told = compare(folder(tmp_path / "two", row(axes=slack[0]), row(config="b", axes=slack[1], **SEMANTIC)))
+    assert told.axes == ("flow", "placement", "request_scheduler")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"node_bytes": 5001.0}, {"lar_per_layer": "[0.25, 0.2500001]"}, {"metadata_bytes": 88.0}, {"lar_measured": 0.2500001},
+     {"fan_out_measured": 2.2}, {"tokens": 999}, {"steps": 3}, {"sag_bytes": 8.0}],
+)  # fmt: skip
 def test_one_lost_row_is_seen_as_difference(tmp_path, change):
     c = compare(folder(tmp_path, row(), *measured("aaa", [10.0], **change)))
-    assert line(c, "aaa").replay_equal.startswith("no") and "DIFFER" in c.render()
+    (name,) = change
+    assert line(c, "aaa").replay_equal == f"no ({name.removesuffix('_measured')})" and "1 DIFFER: #1" in c.render()
+
+
+def test_one_bad_repeat_among_good_ones_is_seen(tmp_path):
+    good = measured("aaa", [10.0, 10.0, 10.0])
+    c = compare(folder(tmp_path, row(), *good[:2], good[2] | {"dispatch_bytes": 2499.0}))
+    assert line(c, "aaa").replay_equal == "no (dispatch_bytes)"
 
 
 def test_a_served_run_that_formed_other_batches_is_no_failure(tmp_path):
-    c = compare(folder(tmp_path, row(steps=5), *measured("aaa", [10.0])))
-    assert line(c, "aaa").replay_equal == "other steps" and "use replay=" in c.render()
+    c = compare(folder(tmp_path, row(**SERVE), *measured("aaa", [10.0], **SERVE, node_bytes=9.0, steps_file="log")))
+    assert line(c, "aaa").replay_equal == "other steps" and "replay=RUN" in c.render()
 
 
-def test_a_replayed_row_stands_for_the_simulation(tmp_path):
-    folder(tmp_path, row(layer_ms=1.0, steps=9), *measured("aaa", [10.0]))
-    write_row(tmp_path / "replay", row(layer_ms=8.0, steps_file="steps-aaa-r0.npz"))
+def test_a_replayed_row_stands_for_the_simulation_and_is_held_to_its_own_repeat(tmp_path):
+    logs = [m | {"steps_file": f"steps-aaa-r{m['repeat']}.npz"} for m in measured("aaa", [10.0, 12.0], **SERVE)]
+    logs[1] |= {"steps": 7, "lar_measured": 0.9}  # other batches, not logged by the replayed row
+    folder(tmp_path, row(layer_ms=1.0, steps=9, ttft_ms=5.0, **SERVE), *logs)
+    replayed = row(layer_ms=8.0, steps_file="steps-aaa-r0.npz", **SERVE)
+    write_row(tmp_path / "replay", replayed)
     joined = line(compare([tmp_path, tmp_path / "replay"]), "aaa")
-    assert joined.layer_ms_predicted == 8.0 and joined.replay_equal == "yes"
+    assert joined.layer_ms_predicted == 8.0 and joined.ttft_ms_predicted == 5.0 and joined.replay_equal == "yes"
+    assert joined.lar_measured == 0.25 and joined.layer_ms_measured == 11.0
+    write_row(tmp_path / "replay", replayed | {"metadata_bytes": 1.0})
+    assert line(compare([tmp_path, tmp_path / "replay"]), "aaa").replay_equal == "no (metadata_bytes)"
 
 
 def test_gain_loss_and_no_gain_are_said_in_words(tmp_path):
@@ -63,9 +136,58 @@ def test_gain_loss_and_no_gain_are_said_in_words(tmp_path):
     slow = measured("slow", [20.0, 21.0], placement="random")
     c = compare(folder(tmp_path, *measured("base", [10.0, 10.2]), *fast, *same, *slow))
     assert line(c, "base").verdict == "baseline"
-    assert line(c, "fast").verdict.startswith("50 % faster than dp contiguous")
-    assert line(c, "same").verdict.startswith("no gain here")
-    assert "slower than dp contiguous" in line(c, "slow").verdict
+    assert line(c, "fast").verdict.startswith("50 % faster than the baseline (dp contiguous), 95 % interval 4")
+    assert line(c, "same").verdict.startswith("no gain here") and "includes 0" in line(c, "same").verdict
+    assert "slower than the baseline (dp contiguous), 95 % interval" in line(c, "slow").verdict
+    assert line(c, "fast").gain_pct == pytest.approx(49.5, abs=0.2) and line(c, "slow").gain_high_pct < 0
+
+
+def test_pairing_repeats_sees_a_gain_that_drift_of_the_machine_hides(tmp_path):
+    base, ours = measured("base", [10.0, 20.0, 30.0]), measured("ours", [8.0, 16.2, 23.8], **SEMANTIC)
+    assert line(compare(folder(tmp_path, *base, *ours)), "ours").verdict.startswith("20 % faster")
+    crossed = measured("ours", [23.8, 8.0, 16.2], **SEMANTIC)  # the same numbers, not together: nothing can be said
+    assert line(compare(folder(tmp_path / "x", *base, *crossed)), "ours").verdict.startswith("no gain here")
+
+
+def test_the_interval_of_the_gain_is_students(tmp_path):
+    ours, base = (pd.DataFrame(measured("x", v)) for v in ([9.0, 9.5, 9.2], [10.0, 10.0, 10.0]))
+    logs = np.log([0.9, 0.95, 0.92])
+    low, high = stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs))
+    found = gain(ours, base, "layer_ms")
+    assert (found.low_pct, found.high_pct) == pytest.approx((100 * (1 - np.exp(high)), 100 * (1 - np.exp(low))))
+
+
+def test_one_repeat_without_an_interval_decides_nothing(tmp_path):
+    base, ours = row("harness", "base"), row("harness", "ours", layer_ms=9.9, **SEMANTIC)
+    c = compare(
+        folder(tmp_path, base, ours, row(config="base", layer_ms=1.0), row(config="ours", layer_ms=2.0, **SEMANTIC))
+    )
+    assert line(c, "ours").verdict.startswith("undecided: +1 %") and math.isnan(line(c, "ours").gain_low_pct)
+
+
+def test_other_settings_are_no_baseline(tmp_path):
+    other = json.dumps(AXES | {"workload": {"kind": "batches", "composition": "by_request"}})
+    c = compare(folder(tmp_path, *measured("base", [10.0]), *measured("ours", [5.0], axes=other, **SEMANTIC)))
+    assert line(c, "ours").verdict == "no baseline to compare with" and sum(list(c.summary["order"].values())[:3]) == 0
+
+
+def test_served_configurations_are_judged_end_to_end(tmp_path):
+    base = [m | {"e2e_ms": 100.0 + m["repeat"]} for m in measured("base", [10.0, 10.0], **SERVE)]
+    ours = [m | {"e2e_ms": 50.0 + m["repeat"]} for m in measured("ours", [30.0, 30.0], **SERVE, **SEMANTIC)]
+    assert "% faster end to end than" in line(compare(folder(tmp_path, *base, *ours)), "ours").verdict
+
+
+def test_predictions_alone_are_labelled_and_near_ties_are_no_gain(tmp_path):
+    c = compare(
+        folder(
+            tmp_path,
+            row(config="b"),
+            row(config="tie", layer_ms=9.95, placement="eplb"),
+            row(config="x", layer_ms=5.0, **SEMANTIC),
+        )
+    )
+    assert line(c, "x").verdict == "50 % faster than the baseline (dp contiguous), predicted and not measured"
+    assert line(c, "tie").verdict.startswith("no gain here (predicted)")
 
 
 def test_attention_tp_is_held_to_the_replicated_flow_where_that_is_better(tmp_path):
@@ -73,22 +195,102 @@ def test_attention_tp_is_held_to_the_replicated_flow_where_that_is_better(tmp_pa
     replicated = measured("rep", [8.0], flow="tp_replicated", dispatcher="none", request_scheduler="-")
     ours = measured("ours", [9.0], **(tp | {"placement": "semantic", "token_scheduler": "semantic"}))
     c = compare(folder(tmp_path, *replicated, *measured("shuffled", [10.0], **tp), *ours))
-    assert "slower than tp_replicated contiguous" in line(c, "ours").verdict
+    assert "slower than the better baseline (tp_replicated contiguous)" in line(c, "ours").verdict
+
+
+def test_the_better_of_two_dispatchers_is_the_baseline(tmp_path):
+    gathered = measured("gathered", [6.0], dispatcher="allgather_rs")
+    c = compare(folder(tmp_path, *gathered, *measured("base", [10.0]), *measured("ours", [8.0], **SEMANTIC)))
+    assert "slower than the better baseline (dp allgather_rs contiguous)" in line(c, "ours").verdict
 
 
 def test_order_counts_agreeing_and_undecided_pairs(tmp_path):
     c = compare(folder(tmp_path, row(config="a", layer_ms=1.0), row(config="b", layer_ms=2.0, placement="eplb"),
                        row(config="c", layer_ms=3.0, placement="random"), *measured("a", [10.0]),
                        *measured("b", [10.1], placement="eplb"), *measured("c", [5.0], placement="random")))  # fmt: skip
-    assert c.summary["order"] == {"same": 0, "opposite": 2, "undecided": 1}
+    assert c.summary["order"] == {"same": 0, "opposite": 2, "undecided": 1, "kendall_tau": pytest.approx(-1 / 3)}
+    assert math.isnan(c.summary["order_across_flows"]["kendall_tau"])
+
+
+def test_kendall_tau_is_scipys(tmp_path):
+    predicted, real = [1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 30.0, 20.0, 50.0, 40.0]
+    rows = []
+    for i, (p, m) in enumerate(zip(predicted, real, strict=True)):
+        rows += [row(config=str(i), layer_ms=p, placement=f"p{i}"), *measured(str(i), [m], placement=f"p{i}")]
+    tau = compare(folder(tmp_path, *rows)).summary["order"]["kendall_tau"]
+    assert tau == pytest.approx(stats.kendalltau(predicted, real).statistic)
+
+
+def test_errors_are_held_to_the_spread_of_their_own_repeats(tmp_path):
+    noisy, steady = measured("noisy", [8.0, 12.0]), measured("steady", [10.0, 10.0], placement="eplb")
+    c = compare(
+        folder(
+            tmp_path,
+            row(config="noisy", layer_ms=15.0),
+            row(config="steady", layer_ms=15.0, placement="eplb"),
+            *noisy,
+            *steady,
+        )
+    )
+    assert (c.summary["layer"]["within"], c.summary["layer"]["count"]) == (1, 2)
+
+
+def test_planned_is_never_held_to_replayed_where_measured_exists(tmp_path):
+    c = compare(folder(tmp_path, row(), *measured("aaa", [9.0], lar_measured=0.3), row(config="sim", lar_planned=0.9)))
+    assert c.summary["lar_gap_points"] == {
+        "against": "measured",
+        "median": pytest.approx(4.0),
+        "max": pytest.approx(4.0),
+    }
+
+
+def test_the_text_keeps_to_its_width_and_loses_no_name(tmp_path):
+    long = [f"my_package.policies.long_module_name_{i}.APlacementPolicyWithALongName" for i in range(3)]
+    rows = [row(config=str(i), placement=name, request_scheduler=name, **TIMES) for i, name in enumerate(long)]
+    for one in [
+        r
+        for i, name in enumerate(long)
+        for r in measured(str(i), [9.0], placement=name, request_scheduler=name, **TIMES)
+    ]:
+        rows.append(one)
+    text = compare(folder(tmp_path, *rows)).render(width=140)
+    tables, sentences = text.split("Traffic replayed")
+    assert max(map(len, text.splitlines())) <= 140 and "End-to-end ms" in tables
+    assert all(name in sentences for name in long)
+    assert "kB/token" in tables and "Layer ms" in tables
+
+
+def test_a_name_cannot_steer_the_terminal(tmp_path):
+    text = compare(folder(tmp_path, row(), row(config="b", placement="\x1b[2Jevil"))).render()
+    assert "\x1b" not in text and "?[2Jevil" in text
+
+
+@pytest.mark.parametrize("name", ["<script>", 'a,"b"', "two\nlines", "=1+2", "ü ∞"])
+def test_hostile_names_survive_the_csv(tmp_path, name):
+    folder(tmp_path, row(), row(config="b", placement=name))
+    compare([tmp_path]).to_csv(tmp_path / "t.csv")
+    with open(tmp_path / "t.csv", newline="", encoding="utf-8") as file:
+        assert {line["placement"] for line in csv.DictReader(file)} == {"contiguous", name}
+
+
+def test_a_full_disk_leaves_the_old_csv(tmp_path, monkeypatch):
+    c = compare(folder(tmp_path, row()))
+    (tmp_path / "t.csv").write_text("old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match="No space left"):
+        c.to_csv(tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text() == "old"
 
 
 def test_a_corrupted_row_and_an_empty_folder_are_named(tmp_path):
     with pytest.raises(UserError, match="holds no result rows"):
         compare([tmp_path])
-    (tmp_path / "simulator-local-aaa-r0.json").write_text("{half")
-    with pytest.raises(UserError, match=r"simulator-local-aaa-r0\.json: not a result row"):
-        compare([tmp_path])
+    for content in (b"{half", b"[]", b"\xff\xfe", b""):
+        (tmp_path / "simulator-local-aaa-r0.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"simulator-local-aaa-r0\.json: not a result row"):
+            compare([tmp_path])
+    with pytest.raises(UserError, match="column axes is not JSON"):
+        compare(folder(tmp_path, row(axes="{half")))
 
 
 def test_command_writes_report_and_csv(tmp_path, capsys):
@@ -96,11 +298,3 @@ def test_command_writes_report_and_csv(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
     assert "median absolute error" in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file() and "lar_measured" in (tmp_path / "t.csv").read_text()
-
-
-def test_serving_figures_come_from_the_free_run_and_latency_from_the_replay(tmp_path):
-    folder(tmp_path, row(layer_ms=1.0, steps=9, ttft_ms=5.0, workload="serve"),
-           *measured("aaa", [10.0], ttft_ms=6.0, workload="serve"))  # fmt: skip
-    write_row(tmp_path / "replay", row(layer_ms=8.0, steps_file="steps-aaa-r0.npz", workload="serve"))
-    joined = line(compare([tmp_path, tmp_path / "replay"]), "aaa")
-    assert (joined.ttft_ms_predicted, joined.layer_ms_predicted) == (5.0, 8.0)

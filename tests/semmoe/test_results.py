@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,10 +51,48 @@ def test_a_full_disk_leaves_no_half_row_and_keeps_the_old_one(tmp_path, monkeypa
     assert len(list(tmp_path.iterdir())) == 1 and read_rows([tmp_path]).layer_ms[0] == 1.0
 
 
-def test_a_row_that_cannot_be_json_is_not_begun(tmp_path):
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_row(tmp_path, row(layer_ms=float("inf")))
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_a_row_that_cannot_be_json_is_not_begun(tmp_path, value):
+    with pytest.raises(UserError, match=r"layer_ms holds -?inf; finite float is right"):
+        write_row(tmp_path, row(layer_ms=value))
     assert not list(tmp_path.iterdir())
+
+
+SWEEP = """
+import os, sys
+from compare_rows import row
+from semmoe import results
+folder, when = sys.argv[1:]
+results.write_row(folder, row(config="first"))
+real = getattr(os, when)
+def stop(*args):
+    if when == "replace":
+        print("stopped", flush=True)
+        sys.stdin.read()  # held here until the test kills the process
+    return real(*args)
+def half(fd):
+    os.truncate(fd, 40)  # what a disk holds when power goes before the data is down
+    print("stopped", flush=True)
+    sys.stdin.read()
+setattr(os, when, half if when == "fsync" else stop)
+results.write_row(folder, row(config="second"))
+"""
+
+
+@pytest.mark.parametrize("when", ["fsync", "replace"])
+def test_a_sweep_killed_while_it_writes_leaves_whole_rows_and_continues(tmp_path, when):
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path), when], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    try:
+        assert process.stdout.readline() == "stopped\n"
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(list(tmp_path.iterdir())) == 2, "the sweep was not stopped in the middle of a row"
+    assert read_rows([tmp_path]).config_id.tolist() == ["first"]
+    write_row(tmp_path, row(config="second"))
+    assert sorted(read_rows([tmp_path]).config_id) == ["first", "second"]
 
 
 def test_summary_has_mean_and_percentiles_and_nothing_for_nothing():
