@@ -74,7 +74,7 @@ def telling_axes(table: pd.DataFrame, axes_of: Mapping[Any, Mapping[str, Any]]) 
 
 def unjoined(rows: pd.DataFrame, folders: Iterable[str | Path]) -> UserError:
     """The error for rows of both backends of which none share a configuration: names the axes of the nearest pair."""
-    first = rows.drop_duplicates("key")
+    first = rows.drop_duplicates(["config_id", "cluster", "backend"])
     sides: dict[str, list[tuple[str, dict[str, Any]]]] = {"simulator": [], "harness": []}
     for _, line in first.iterrows():
         sides[line.backend].append((line.config_id, flat_axes(line) | {"cluster": line.cluster}))

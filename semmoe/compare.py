@@ -21,6 +21,7 @@ from .verdict import order, verdicts
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
 SHOWN_COUNTS = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts")
 COUNTED = (*SHOWN_COUNTS, "node_bytes", "nic_bytes", "metadata_bytes", *(f"{op}_bytes" for op in OPS))
+PATHS = ("transport", "kernel_path")  # how a row was measured
 PREDICTED = ("layer", "step", *SERVED)
 
 
@@ -28,7 +29,8 @@ PREDICTED = ("layer", "step", *SERVED)
 class Comparison:
     """One line of `table` per configuration; `rows` are the rows that it came from, `summary` the figures over all.
 
-    axes: columns of `table` that tell the configurations apart. `table.key` joins a line to its rows (`rows.key`).
+    axes: columns of `table` that tell the configurations apart. `table.key` joins a line to its rows (`rows.key`; a simulated
+    row stands beside every transport that measured its configuration).
     """
 
     table: pd.DataFrame
@@ -56,23 +58,37 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     """
     folders = list(folders)
     rows = read_rows(folders).drop_duplicates(ignore_index=True)  # a folder that is named twice counts once
-    rows["key"] = rows.config_id + "@" + rows.cluster
-    groups = dict(tuple(rows.groupby("key", sort=False)))
-    lines = [_line(str(key), group) for key, group in groups.items()]
-    backends = rows.groupby("key").backend.nunique()
-    if rows.backend.nunique() > 1 and backends.max() == 1:
+    groups = _groups(rows)
+    lines = [_line(key, group) for key, group in groups.items()]
+    if rows.backend.nunique() > 1 and not any(line["sides"] == "both" for line in lines):
         raise unjoined(rows, folders)
     axes_of = {key: flat_axes(group.iloc[0]) for key, group in groups.items()}
     table = pd.DataFrame(lines)
     extra = telling_axes(table, axes_of)
     for name in extra:
         table[name] = [axes_of[key].get(name) for key in table.key]
-    table = table.sort_values([*POLICIES, *SHARED], kind="stable", ignore_index=True)
+    table = table.sort_values([*POLICIES, *SHARED, *PATHS], kind="stable", ignore_index=True)
     named = [n for n in (*POLICIES, *SHARED) if n == "flow" or table[n].nunique(dropna=False) > 1]
-    axes = (*named, *extra)
+    axes = (*named, *(n for n in PATHS if len(set(table[n]) - {"-"}) > 1), *extra)
     table.insert(0, "configuration", [_name(line, axes) for _, line in table.iterrows()])
     table = pd.concat([table, verdicts(table, groups)], axis=1)
-    return Comparison(table, rows, summarise(table, groups), axes)
+    keyed = pd.concat([group.assign(key=key) for key, group in groups.items()], ignore_index=True)
+    return Comparison(table, keyed, summarise(table, groups), axes)
+
+
+def _groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of each line of the table: a configuration on a cluster, and one line for each way it was measured.
+
+    The simulator does not know the transport (it is no axis): its rows stand beside every transport's.
+    """
+    groups = {}
+    for (config, cluster), group in rows.groupby(["config_id", "cluster"], sort=False):
+        measured = group[group.backend == "harness"]
+        if measured.empty:
+            groups[f"{config}@{cluster}"] = group
+        for (transport, kernels), same in measured.groupby(list(PATHS), sort=False):
+            groups[f"{config}@{cluster}@{transport}@{kernels}"] = pd.concat([group[group.backend != "harness"], same])
+    return groups
 
 
 def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
@@ -84,6 +100,7 @@ def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
     sides = "both" if len(simulated) and len(measured) else "simulated only" if len(simulated) else "measured only"
     line: dict[str, Any] = {"key": key, "config_id": first.config_id, "sides": sides}
     line |= {name: first[name] for name in (*POLICIES, *SHARED)}
+    line |= {name: measured.iloc[0][name] if len(measured) else "-" for name in PATHS}
     same = _same_steps(simulated, measured)
     counted = same if len(same) else measured
     for name in LOCALITY:
@@ -160,7 +177,7 @@ def _name(line: pd.Series[Any], axes: Sequence[str]) -> str:
         if value is None or value == "-" or (isinstance(value, float) and math.isnan(value)):
             continue
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(text if name in POLICIES else f"{name}={text}")
+        words.append(text if name in (*POLICIES, *PATHS) else f"{name}={text}")
     return " / ".join(words)
 
 

@@ -70,6 +70,11 @@ def is_baseline(line: pd.Series[Any]) -> bool:
                 and line.token_scheduler in ("no_shuffle", "-"))  # fmt: skip
 
 
+def same_path(a: pd.Series[Any], b: pd.Series[Any]) -> bool:
+    """Whether both were measured over the same transport and kernels ("-": not measured)."""
+    return all("-" in (a[n], b[n]) or a[n] == b[n] for n in ("transport", "kernel_path"))
+
+
 def metric_of(line: pd.Series[Any]) -> str:
     """What a verdict is about: the layer's time in fixed batches, end-to-end time where requests were served.
 
@@ -88,7 +93,7 @@ def verdicts(table: pd.DataFrame, groups: Mapping[Any, pd.DataFrame]) -> pd.Data
     bases = [line for _, line in table.iterrows() if is_baseline(line)]
     said = []
     for _, line in table.iterrows():
-        rivals = [b for b in bases if b.key != line.key and settings[b.key] == settings[line.key]
+        rivals = [b for b in bases if b.key != line.key and settings[b.key] == settings[line.key] and same_path(b, line)
                   and (b.flow == line.flow or (line.flow.startswith("tp_") and b.flow == "tp_replicated"))]  # fmt: skip
         said.append({"verdict": "baseline"} if is_baseline(line) else _verdict(line, rivals, groups))
     return pd.DataFrame(
@@ -173,7 +178,7 @@ def order(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: 
     settings = {key: setting(groups[key].iloc[0]) for key in lines.key}
     for (_, a), (_, b) in itertools.combinations(lines.iterrows(), 2):
         apart = (a.flow, a.dispatcher) != (b.flow, b.dispatcher)
-        if settings[a.key] != settings[b.key] or apart is not across_flows:
+        if settings[a.key] != settings[b.key] or apart is not across_flows or not same_path(a, b):
             continue
         predicted = np.sign(a.layer_ms_predicted - b.layer_ms_predicted)
         agree = int(predicted * np.sign(a.layer_ms_measured - b.layer_ms_measured))

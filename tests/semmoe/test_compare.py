@@ -298,3 +298,15 @@ def test_command_writes_report_and_csv(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
     assert "median absolute error" in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file() and "lar_measured" in (tmp_path / "t.csv").read_text()
+
+
+def test_transports_are_lines_of_their_own_and_never_averaged(tmp_path):
+    both = [measured(c, [v], transport=t, **x) for c, x in (("aaa", {}), ("sem", SEMANTIC))
+            for t, v in (("collective", 10.0 if c == "aaa" else 5.0), ("shared", 2.0 if c == "aaa" else 4.0))]  # fmt: skip
+    c = compare(folder(tmp_path, row(), row(config="sem", **SEMANTIC), *(one for rows in both for one in rows)))
+    told = {(line.config_id, line.transport): line for line in c.table.itertuples()}
+    assert {k: v.layer_ms_measured for k, v in told.items()} == {
+        ("aaa", "collective"): 10.0, ("aaa", "shared"): 2.0, ("sem", "collective"): 5.0, ("sem", "shared"): 4.0}  # fmt: skip
+    assert "transport" in c.axes and set(c.table.replay_equal) == {"yes"}
+    assert told["sem", "collective"].verdict.startswith("50 % faster")
+    assert told["sem", "shared"].verdict.startswith("100 % slower")
