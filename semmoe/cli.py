@@ -21,6 +21,7 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
   semmoe compare RUN [RUN ...]            predicted beside measured, as a table and an HTML report
   semmoe place [key=value ...]            compute a placement and write it as JSON
   semmoe trace info|record|synthetic ...  look at, record or make routing traces
+  semmoe check GROUP._target_=mod.Class   conformance of your own policy, and its figures beside the built-ins
   semmoe policies                         every policy that can be named, with what it does
 
 `-m` sweeps over comma-separated values: semmoe simulate -m placement=contiguous,semantic request_scheduler=round_robin
@@ -120,6 +121,13 @@ def place(rest: Sequence[str]) -> int:
     return place_one(overrides)
 
 
+def check(rest: Sequence[str]) -> int:
+    from .check import check as run_check
+
+    overrides, _ = _overrides(rest)
+    return run_check(overrides)
+
+
 def trace(rest: Sequence[str]) -> int:
     from .trace_cli import main as trace_main
 
@@ -141,6 +149,7 @@ COMMANDS = {
     "calibrate": calibrate,
     "compare": compare,
     "place": place,
+    "check": check,
     "trace": trace,
     "policies": policies,
 }
