@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
-from .placement.base import Placement, PlacementProblem
+from .placement.base import Placement, PlacementProblem, place_checked
 from .placement.contiguous import Contiguous
 from .profile import Profile
 from .recipe import Fitted, Recipe
@@ -74,12 +74,7 @@ def _same_twice(make: Callable[[], Any]) -> Any:
 
 
 def places_every_expert(subject: Subject) -> None:
-    problem = subject.problem()
-    placed = subject.make().place(problem)
-    assert isinstance(placed, Placement), f"place() returned {type(placed).__name__}, a Placement is needed"
-    shape = placed.physical_to_logical_LP.shape
-    assert shape == (problem.model.num_moe_layers, problem.slots), f"map of shape {shape}"
-    assert placed.ep_size == problem.ep_size and placed.layer_ids == problem.layer_ids, "ep_size or layer_ids differ"
+    place_checked(subject.make(), subject.problem())
 
 
 def places_alike_for_one_seed(subject: Subject) -> None:
@@ -87,9 +82,7 @@ def places_alike_for_one_seed(subject: Subject) -> None:
 
 
 def fills_redundant_slots(subject: Subject) -> None:
-    slots = subject.recipe.slots + 2 * subject.recipe.ep_size
-    placed = subject.make().place(subject.problem(slots))
-    assert placed.num_slots == slots, f"{placed.num_slots} slots instead of {slots}"
+    place_checked(subject.make(), subject.problem(subject.recipe.slots + 2 * subject.recipe.ep_size))
 
 
 def leaves_the_profile_alone(subject: Subject) -> None:

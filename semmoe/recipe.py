@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .dispatch import DispatchSpec
 from .locality import LocalityMeter
-from .placement.base import Placement, PlacementPolicy, PlacementProblem
+from .placement.base import Placement, PlacementPolicy, PlacementProblem, place_checked
 from .planning import ReplicaRouter, StepPlanner
 from .predict.base import FIXED_POINT
 from .profile import Profile
@@ -95,7 +95,7 @@ class Recipe:
             self.seed,
             self.time_limit_s,
         )
-        return Fitted(profile, predictor, self.make_placement().place(problem))
+        return Fitted(profile, predictor, place_checked(self.make_placement(), problem))
 
     def planner(self, fitted: Fitted, trace: RoutingTrace) -> StepPlanner:
         """Plans steps over rows of `trace`."""

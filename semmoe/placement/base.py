@@ -149,3 +149,18 @@ class PlacementPolicy(Protocol):
     """A class with this method, named by Hydra's `_target_`, is a placement policy."""
 
     def place(self, problem: PlacementProblem) -> Placement: ...
+
+
+def place_checked(policy: PlacementPolicy, problem: PlacementProblem) -> Placement:
+    """The policy's placement; UserError when it is not one for this problem."""
+    placement = policy.place(problem)
+    name = type(policy).__name__
+    if not isinstance(placement, Placement):
+        raise UserError(f"placement policy {name} returned {type(placement).__name__}; place() must return a Placement")
+    got = (placement.num_slots, placement.ep_size, placement.layer_ids, placement.num_experts)
+    asked = (problem.slots, problem.ep_size, problem.layer_ids, problem.model.num_experts)
+    for what, ours, theirs in zip(("slots", "ranks", "layers", "experts"), got, asked, strict=True):
+        if ours != theirs:
+            hint = "; it may not know redundant slots: leave placement.slots alone" if what == "slots" else ""
+            raise UserError(f"placement policy {name} placed {what} {ours}, asked for were {theirs}{hint}")
+    return placement
