@@ -70,9 +70,11 @@ def is_baseline(line: pd.Series[Any]) -> bool:
                 and line.token_scheduler in ("no_shuffle", "-"))  # fmt: skip
 
 
-def same_path(a: pd.Series[Any], b: pd.Series[Any]) -> bool:
+def same_path(a: Any, b: Any) -> bool:
     """Whether both were measured over the same transport and kernels ("-": not measured)."""
-    return all("-" in (a[n], b[n]) or a[n] == b[n] for n in ("transport", "kernel_path"))
+    return all(
+        "-" in pair or pair[0] == pair[1] for pair in ((a.transport, b.transport), (a.kernel_path, b.kernel_path))
+    )
 
 
 def metric_of(line: pd.Series[Any]) -> str:
@@ -126,14 +128,12 @@ def _verdict(line: pd.Series[Any], rivals: list[pd.Series[Any]], groups: Mapping
         ends = (low, high) if found.pct > 0 else (-high, -low)
         text = f"{_faster(found.pct)}{what} than {which}, 95 % interval {_pct(ends[0])} to {_pct(ends[1])} %"
     elif found.known:
-        text = (f"no gain here: {found.pct:+.0f} %{what} against {which}, "
+        text = (f"no gain here: {_signed(found.pct)} %{what} against {which}, "
                 f"95 % interval {_signed(low)} to {_signed(high)} % includes 0")  # fmt: skip
     else:
-        text = (
-            f"undecided: {found.pct:+.0f} %{what} against {which}, one repeat gives no interval; measure with repeats=3"
-        )
+        text = f"undecided: {_signed(found.pct)} %{what} against {which}, one repeat gives no interval; measure with repeats=3"
     if not math.isnan(predicted):
-        text += f" (predicted {predicted:+.0f} %)"
+        text += f" (predicted {_signed(predicted)} %)"
     return {
         "verdict": text,
         "baseline": best.configuration,
@@ -162,7 +162,7 @@ def _pct(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return "below -999" if value < -999 else f"{value:+.0f}"
+    return "below -999" if value < -999 else f"{round(value) or 0:+d}"  # no "-0"
 
 
 def order(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: bool) -> dict[str, Any]:
@@ -176,7 +176,8 @@ def order(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: 
     lines = both.dropna(subset=["layer_ms_predicted", "layer_ms_measured"])
     lines = lines[lines.workload == "batches"]  # served runs form different batches
     settings = {key: setting(groups[key].iloc[0]) for key in lines.key}
-    for (_, a), (_, b) in itertools.combinations(lines.iterrows(), 2):
+    every: list[Any] = list(lines.itertuples())
+    for a, b in itertools.combinations(every, 2):
         apart = (a.flow, a.dispatcher) != (b.flow, b.dispatcher)
         if settings[a.key] != settings[b.key] or apart is not across_flows or not same_path(a, b):
             continue

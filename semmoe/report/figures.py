@@ -1,192 +1,284 @@
-"""Figures of a comparison. Each is a function `(comparison) -> Figure | None`; None where it has nothing to show.
-
-Colours are Okabe and Ito's, which stay apart for every kind of colour vision and in grey print (with hatches).
-"""
+"""Figures of a comparison. Each is a function `(comparison) -> Figure | None`; None where it has nothing to show."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..compare import Comparison
+from ..results import SERVED
+from .draw import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PURPLE,
+    RED,
+    SKY,
+    WIDTH_IN,
+    YELLOW,
+    Series,
+    bars,
+    clean,
+    errors,
+    frame,
+    labels,
+    subplots,
+)  # fmt: skip
 
-BLUE, ORANGE, GREEN, RED, GREY, SKY, YELLOW, PURPLE = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666", "#56B4E9", "#F0E442", "#CC79A7")  # fmt: skip
 PHASES = {"plan": GREY, "gate": YELLOW, "permute": PURPLE, "srs": SKY, "dispatch": BLUE, "experts": GREEN,
           "combine": ORANGE, "sag": RED, "other": "#BBBBBB"}  # fmt: skip
+THREE = (("planned", ORANGE, ""), ("replayed", SKY, "...."), ("measured", BLUE, "////"))
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.color": "#DDDDDD", "axes.axisbelow": True,
-                         "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
-                         "svg.hashsalt": "semmoe", "figure.constrained_layout.use": True})  # fmt: skip
-    return plt
-
-
-def _bars(names: list[str], series: list[tuple[str, list[float], str, str]], label: str, errors: Any = None) -> Any:
-    """Grouped horizontal bars, one group a configuration; series of (name, values, colour, hatch)."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(8.4, 0.9 + 0.42 * len(names)))
-    height = 0.8 / len(series)
-    places = np.arange(len(names))
-    for i, (name, values, colour, hatch) in enumerate(series):
-        at = places + (i - (len(series) - 1) / 2) * height
-        axes.barh(at, values, height, label=name, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
-        if errors is not None and errors[i] is not None:
-            axes.errorbar(values, at, xerr=errors[i], fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(series), frameon=False)
-    return figure
-
-
-def parity(comparison: Comparison) -> Any:
-    """Predicted against measured layer latency, with the repeats' interval and a band of 20 %."""
-    table = comparison.table[comparison.table.sides == "both"].dropna(
-        subset=["layer_ms_predicted", "layer_ms_measured"]
-    )
-    if table.empty:
+def gain(comparison: Comparison) -> Any:
+    """Layer time (end-to-end time of served requests) saved against the better honest baseline; measured where there is a measurement, with the 95 % interval of the paired repeats. An interval that crosses 0 is no gain; what leaves the frame is cut."""  # noqa: E501
+    table = comparison.table
+    if table.gain_pct.isna().all():
         return None
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(5.4, 4.6))
-    both = table[["layer_ms_predicted", "layer_ms_measured"]].to_numpy(dtype=float)
-    ends = np.array([both.min() * 0.8, both.max() * 1.25])
-    axes.fill_between(ends, ends * 0.8, ends * 1.2, color="#EEEEEE", label="within 20 %")
-    axes.plot(ends, ends, color=GREY, linewidth=1)
-    for (flow, group), colour, marker in zip(table.groupby("flow"), (BLUE, ORANGE, GREEN, RED), "osD^", strict=False):
-        low = group.layer_ms_measured - group.layer_ms_low
-        high = group.layer_ms_high - group.layer_ms_measured
-        axes.errorbar(group.layer_ms_measured, group.layer_ms_predicted, xerr=np.clip([low, high], 0, None), fmt=marker,
-                      color=colour, label=flow, capsize=2, markersize=5)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured layer latency (ms)",
-             ylabel="predicted layer latency (ms)")  # fmt: skip
-    axes.legend(frameon=False)
+    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + 0.36 * len(table)))
+    axes.axvline(0, color=BLACK, linewidth=1)
+    shown: set[str] = set()
+    lines: list[Any] = list(table.itertuples())
+    for place, line in enumerate(lines):
+        if pd.isna(line.gain_pct):
+            axes.text(0, place, f" {clean(line.verdict)[:30]}", va="center", color=GREY, fontsize=8)
+            continue
+        name, colour, marker = _judged(line)
+        ends = [[line.gain_low_pct], [line.gain_high_pct]]
+        axes.errorbar([line.gain_pct], [place], xerr=errors([line.gain_pct], *ends), fmt=marker, color=colour, markersize=7,
+                      capsize=3, elinewidth=1.5, label=None if name in shown else name)  # fmt: skip
+        shown.add(name)
+    frame(axes, labels(table), "time saved against the better baseline (%)")
+    low, high = axes.get_xlim()
+    axes.set_xlim(max(low, -120), min(high, 110))  # an interval that leaves the picture says enough
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, borderaxespad=0.2)
     return figure
+
+
+def _judged(line: Any) -> tuple[str, str, str]:
+    if pd.isna(line.layer_ms_measured):
+        return "predicted only", GREY, "d"
+    if pd.isna(line.gain_low_pct):
+        return "one repeat, undecided", GREY, "x"
+    if line.gain_low_pct <= 0 <= line.gain_high_pct:
+        return "no gain (interval includes 0)", GREY, "o"
+    return ("faster", BLUE, "^") if line.gain_pct > 0 else ("slower", RED, "v")
 
 
 def latency(comparison: Comparison) -> Any:
-    """Layer latency of every configuration, predicted and measured."""
+    """Mean time of one MoE layer on its slowest rank. Whiskers: all repeats, widened by each repeat's bootstrap interval."""
     table = comparison.table
-    measured = table.layer_ms_measured.to_numpy(dtype=float)
-    interval = [np.nan_to_num(measured - table.layer_ms_low), np.nan_to_num(table.layer_ms_high - measured)]
-    series = [("predicted", table.layer_ms_predicted.tolist(), SKY, ""), ("measured", measured.tolist(), BLUE, "//")]
-    return _bars(table.configuration.tolist(), series, "layer latency (ms)", [None, np.clip(interval, 0, None)])
+    predicted = Series("predicted", table.layer_ms_predicted.tolist(), SKY)
+    ends = (table.layer_ms_low.tolist(), table.layer_ms_high.tolist())
+    real = Series("measured", table.layer_ms_measured.tolist(), BLUE, "////", ends)
+    return bars(labels(table), [predicted, real], "layer latency (ms)")
+
+
+def parity(comparison: Comparison) -> Any:
+    """Predicted against measured layer latency; a point on the line is a perfect prediction, the band is 20 % to either side. Whiskers: interval of the repeats. Numbers are those of the table."""  # noqa: E501
+    table = comparison.table.assign(number=np.arange(1, len(comparison.table) + 1))
+    table = table.dropna(subset=["layer_ms_predicted", "layer_ms_measured"])
+    if table.empty:
+        return None
+    figure, axes = subplots(figsize=(5.6, 5.0))
+    columns = ["layer_ms_predicted", "layer_ms_measured", "layer_ms_low", "layer_ms_high"]
+    known = table[columns].to_numpy(dtype=float)
+    ends = np.array([np.nanmin(known) * 0.85, np.nanmax(known) * 1.15])
+    axes.fill_between(ends, ends * 0.8, ends * 1.2, color=PALE, label="within 20 %", linewidth=0)
+    axes.plot(ends, ends, color=GREY, linewidth=1)
+    for (flow, group), colour, marker in zip(table.groupby("flow"), (BLUE, ORANGE, GREEN, RED), "osD^", strict=False):
+        real = group.layer_ms_measured
+        axes.errorbar(real, group.layer_ms_predicted, xerr=errors(real, group.layer_ms_low, group.layer_ms_high), fmt=marker,
+                      color=colour, label=clean(str(flow)), capsize=2, markersize=6, elinewidth=1)  # fmt: skip
+    for i, line in enumerate(table.sort_values("layer_ms_measured").itertuples()):
+        axes.annotate(f"{line.number}", (line.layer_ms_measured, line.layer_ms_predicted), ha="center", fontsize=8,
+                      xytext=(0, (8, -14)[i % 2]), textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured layer latency (ms)",
+             ylabel="predicted layer latency (ms)")  # fmt: skip
+    _plain_ticks(axes.xaxis, ends)
+    _plain_ticks(axes.yaxis, ends)
+    axes.legend(loc="upper left")
+    return figure
+
+
+def _plain_ticks(axis: Any, ends: Any) -> None:
+    """Round numbers instead of powers of ten, also where the data span less than a decade."""
+    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
+
+    decades = 10.0 ** np.arange(np.floor(np.log10(ends[0])), np.ceil(np.log10(ends[1])) + 1)
+    steps = (1, 1.5, 2, 3, 5, 7) if ends[1] / ends[0] < 20 else (1, 3)
+    ticks = np.unique([d * s for d in decades for s in steps])
+    axis.set_major_locator(FixedLocator(ticks[(ticks >= ends[0]) & (ticks <= ends[1])]))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def phases(comparison: Comparison) -> Any:
+    """Mean time of each phase on its own slowest rank: predicted above, measured (hatched) below. Different ranks may be slowest in different phases, so measured phases may sum to more than the layer, whose time the black mark shows."""  # noqa: E501
+    table = comparison.table
+    figure, axes = subplots(figsize=(WIDTH_IN, 1.0 + 0.5 * len(table)))
+    shown: set[str] = set()
+    for place, line in enumerate(table.itertuples()):
+        rows = comparison.rows[comparison.rows.key == line.key]
+        sides = (("simulator", "predicted", -0.2, ""), ("harness", "measured", 0.2, "////"))
+        for backend, side, shift, hatch in sides:
+            end = _stack(axes, rows[rows.backend == backend], place + shift, hatch, shown)
+            if end:
+                axes.text(
+                    max(end, getattr(line, f"layer_ms_{side}")),
+                    place + shift,
+                    f"  {side}",
+                    va="center",
+                    fontsize=7,
+                    color=GREY,
+                )
+                whole = getattr(line, f"layer_ms_{side}")
+                axes.plot([whole, whole], [place + shift - 0.2, place + shift + 0.2], color=BLACK, linewidth=1.6)
+    frame(axes, labels(table), "time of a phase (ms)")
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.07)
+    handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    axes.legend([handles[n] for n in PHASES if n in handles], [n for n in PHASES if n in handles], loc="lower left",
+                bbox_to_anchor=(0, 1.0), ncols=9, columnspacing=1, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+    return figure if shown else None
+
+
+def _stack(axes: Any, rows: pd.DataFrame, at: float, hatch: str, shown: set[str]) -> float:
+    """Draw the phases of these rows end to end and give where the last one ends; `shown` keeps the legend's names."""
+    left = 0.0
+    for phase, colour in PHASES.items():
+        value = rows[f"{phase}_ms"].astype(float).mean() if len(rows) else np.nan
+        if pd.notna(value) and value > 0:
+            axes.barh(at, value, 0.36, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4,
+                      label=None if phase in shown else phase)  # fmt: skip
+            shown.add(phase)
+            left += value
+    return left
 
 
 def locality(comparison: Comparison) -> Any:
-    """LAR planned, replayed and measured."""
-    table = comparison.table[comparison.table[["lar_planned", "lar_replayed", "lar_measured"]].notna().any(axis=1)]
-    if table.empty:
-        return None
-    series = [(name, table[f"lar_{name}"].tolist(), colour, hatch) for name, colour, hatch in
-              (("planned", YELLOW, ".."), ("replayed", SKY, ""), ("measured", BLUE, "//"))]  # fmt: skip
-    return _bars(table.configuration.tolist(), series, "local activation rate (share of assignments)")
+    """Share of (token, expert) assignments served on the token's home rank; more is better. Planned knows the training part alone; replayed and measured should be equal."""  # noqa: E501
+    return _three(comparison, "lar", "local activation rate (share of assignments)")
 
 
 def fan_out(comparison: Comparison) -> Any:
-    """Fan-out planned, replayed and measured."""
-    table = comparison.table[comparison.table[["fan_out_replayed", "fan_out_measured"]].notna().any(axis=1)]
-    if table.empty:
-        return None
-    series = [(name, table[f"fan_out_{name}"].tolist(), colour, hatch) for name, colour, hatch in
-              (("planned", YELLOW, ".."), ("replayed", SKY, ""), ("measured", BLUE, "//"))]  # fmt: skip
-    return _bars(table.configuration.tolist(), series, "distinct remote ranks a token")
+    """Distinct remote ranks a token travels to in a layer; fewer is better."""
+    return _three(comparison, "fan_out", "fan-out (distinct remote ranks a token)")
 
 
-def imbalance(comparison: Comparison) -> Any:
-    """Expert-row imbalance a step and in total, and home imbalance; 1 is perfect balance."""
+def _three(comparison: Comparison, name: str, label: str) -> Any:
     table = comparison.table
-    series = [(text, table[name].tolist(), colour, hatch) for name, text, colour, hatch in
-              (("imbalance_step", "expert rows, a step", ORANGE, ""), ("imbalance_total", "expert rows, total", RED, "//"),
-               ("home_imbalance", "tokens a home", GREY, ".."))]  # fmt: skip
-    return _bars(table.configuration.tolist(), series, "busiest rank over the mean (1 = balanced)")
+    if table[[f"{name}_{when}" for when, *_ in THREE]].isna().all(axis=None):
+        return None
+    series = [Series(when, table[f"{name}_{when}"].tolist(), colour, hatch) for when, colour, hatch in THREE]
+    return bars(labels(table), series, label, absent="not defined: every rank holds every token")
 
 
 def per_layer(comparison: Comparison) -> Any:
-    """LAR and fan-out by MoE layer."""
-    rows = comparison.rows[comparison.rows.lar_per_layer.notna()]
-    if rows.empty:
-        return None
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
-    names = dict(zip(comparison.table.config_id, comparison.table.configuration, strict=True))
-    colours = [BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, "#000000"]
-    for i, (config, group) in enumerate(rows.groupby("config_id", sort=False)):
+    """LAR and fan-out of every MoE layer: measured, or replayed where nothing was measured."""
+    figure, (left, right) = subplots(1, 2, figsize=(WIDTH_IN, 3.6))
+    colours = [BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK]
+    drawn = False
+    for i, (name, line) in enumerate(zip(labels(comparison.table), comparison.table.itertuples(), strict=True)):
+        rows = comparison.rows[comparison.rows.key == line.key].sort_values("backend", kind="stable")  # harness first
         style = {
             "color": colours[i % 8],
             "linestyle": ("-", "--", ":")[i // 8 % 3],
             "marker": "os^Dv"[i % 5],
-            "markersize": 3,
+            "markersize": 4,
         }
         for axes, column in ((left, "lar_per_layer"), (right, "fan_out_per_layer")):
-            values = [np.nan if v is None else v for v in json.loads(group.iloc[0][column])]
-            if not np.isnan(values).all():
-                axes.plot(np.arange(len(values)), values, label=names[config] if axes is left else None, **style)
-    left.set(xlabel="MoE layer", ylabel="local activation rate")
-    right.set(xlabel="MoE layer", ylabel="distinct remote ranks a token")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
-    return figure
+            known = rows[column].dropna()
+            values = np.array(json.loads(known.iloc[0]) if len(known) else [], dtype=float)
+            if len(values) and not np.isnan(values).all():
+                axes.plot(
+                    np.arange(len(values)), values, label=name.replace("\n", " ") if axes is left else None, **style
+                )
+                drawn = True
+    for axes, label in ((left, "local activation rate"), (right, "fan-out (remote ranks a token)")):
+        axes.set(xlabel="MoE layer", ylabel=label, ylim=(0, None))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7.5)
+    return figure if drawn else None
 
 
-def phases(comparison: Comparison) -> Any:
-    """Where a layer's time goes: phases stacked, predicted (P) above measured (M)."""
-    plt = _pyplot()
-    names = comparison.table.configuration.tolist()
-    figure, axes = plt.subplots(figsize=(8.4, 1.0 + 0.5 * len(names)))
-    shown: set[str] = set()
-    for place, config in enumerate(comparison.table.config_id):
-        for shift, backend, hatch in ((-0.2, "simulator", ""), (0.2, "harness", "//")):
-            rows = comparison.rows[(comparison.rows.config_id == config) & (comparison.rows.backend == backend)]
-            left = 0.0
-            for phase, colour in PHASES.items():
-                value = rows[f"{phase}_ms"].astype(float).mean() if len(rows) else np.nan
-                if pd.notna(value) and value > 0:
-                    axes.barh(place + shift, value, 0.36, left=left, color=colour, hatch=hatch, edgecolor="white",
-                              linewidth=0.4, label=None if phase in shown else phase)  # fmt: skip
-                    shown.add(phase)
-                    left += value
-            if left:
-                axes.text(left, place + shift, " P" if backend == "simulator" else " M", va="center", fontsize=7)
-    axes.set_yticks(np.arange(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("mean time of a phase on its slowest rank (ms); P predicted, M measured")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=9, frameon=False, fontsize=7, columnspacing=0.8)
-    return figure if shown else None
+def imbalance(comparison: Comparison) -> Any:
+    """Busiest rank over the mean; 1 is perfect balance. A step's imbalance drives its time; the total is over all steps."""
+    table = comparison.table
+    series = [Series("expert rows, a step", table.imbalance_step.tolist(), ORANGE),
+              Series("expert rows, total", table.imbalance_total.tolist(), BLUE, "////"),
+              Series("tokens at home, total", table.home_imbalance.tolist(), GREY, "....")]  # fmt: skip
+    if all(np.isnan(np.asarray(s.values, dtype=float)).all() for s in series):
+        return None
+    return bars(labels(table), series, "busiest rank / mean (1: balanced)", start=1.0, absent="balanced or not known")
 
 
 def served(comparison: Comparison) -> Any:
-    """TTFT, TPOT and end-to-end time of served runs."""
+    """Served requests: time to first token, time per output token, end to end; means over requests."""
     table = comparison.table
-    known = [
-        n for n in ("ttft", "tpot", "e2e") if table[[f"{n}_ms_predicted", f"{n}_ms_measured"]].notna().any(axis=None)
-    ]
-    if not known:
+    names = [n for n in SERVED if table[[f"{n}_ms_predicted", f"{n}_ms_measured"]].notna().any(axis=None)]
+    if not names:
         return None
-    colours = {"ttft": (SKY, BLUE), "tpot": (YELLOW, ORANGE), "e2e": ("#99D8C9", GREEN)}
-    series = [(f"{n.upper()} {w}", table[f"{n}_ms_{w}"].tolist(), colours[n][i], "//" * i)
-              for n in known for i, w in enumerate(("predicted", "measured"))]  # fmt: skip
-    figure = _bars(table.configuration.tolist(), series, "milliseconds (log)")
-    figure.axes[0].set_xscale("log")
+    shown = table[table[[f"{n}_ms_{w}" for n in names for w in ("predicted", "measured")]].notna().any(axis=1)]
+    every = dict(zip(table.key, labels(table), strict=True))
+    figure, axes = subplots(1, len(names), figsize=(WIDTH_IN, 1.4 + 0.5 * len(shown)), sharey=True, squeeze=False)
+    for one, name in zip(axes[0], names, strict=True):
+        for shift, side, colour, hatch in ((-0.2, "predicted", SKY, ""), (0.2, "measured", BLUE, "////")):
+            values = shown[f"{name}_ms_{side}"].astype(float)
+            one.barh(
+                np.arange(len(shown)) + shift, values, 0.38, color=colour, hatch=hatch, edgecolor="white", label=side
+            )
+        frame(
+            one,
+            ["\n".join(textwrap.wrap(every[key].replace("\n", " "), 30)) for key in shown.key],
+            f"{name.upper()} (ms)",
+        )
+    axes[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[Comparison], Any]]] = {
-    "latency": ("Layer latency, predicted and measured", latency),
-    "parity": ("Predicted against measured", parity),
-    "phases": ("Where a layer's time goes", phases),
-    "locality": ("Local activation rate: planned, replayed, measured", locality),
-    "fan_out": ("Fan-out: planned, replayed, measured", fan_out),
-    "per_layer": ("LAR and fan-out by layer", per_layer),
-    "imbalance": ("Imbalance", imbalance),
-    "served": ("Served requests", served),
+@dataclass(frozen=True)
+class Entry:
+    """A figure of the report: heading, how it is drawn (its docstring is the caption), columns that its alt text sums up."""
+
+    heading: str
+    draw: Callable[[Comparison], Any]
+    columns: Sequence[str]
+
+    @property
+    def caption(self) -> str:
+        return (self.draw.__doc__ or "").strip()
+
+    def alt(self, table: pd.DataFrame) -> str:
+        """What the picture shows, for who does not see it: heading, caption, and the range of each column."""
+        told = []
+        for name in self.columns:
+            values = table[name].dropna().astype(float)
+            if len(values):
+                told.append(f"{name.replace('_', ' ')} {values.min():.4g} to {values.max():.4g}")
+        return f"{self.heading}. {self.caption} {len(table)} configurations: {'; '.join(told)}."
+
+
+def _both(name: str) -> tuple[str, str]:
+    return (f"{name}_ms_predicted", f"{name}_ms_measured")
+
+
+FIGURES = {
+    "gain": Entry("Does it pay?", gain, ("gain_pct",)),
+    "latency": Entry("Layer latency, predicted and measured", latency, _both("layer")),
+    "parity": Entry("Predicted against measured", parity, _both("layer")),
+    "phases": Entry("Where a layer's time goes", phases, _both("layer")),
+    "locality": Entry("Local activation rate (LAR)", locality, [f"lar_{w}" for w, *_ in THREE]),
+    "fan_out": Entry("Fan-out", fan_out, [f"fan_out_{w}" for w, *_ in THREE]),
+    "per_layer": Entry("LAR and fan-out by layer", per_layer, ("lar_measured", "fan_out_measured")),
+    "imbalance": Entry("Imbalance", imbalance, ("imbalance_step", "imbalance_total", "home_imbalance")),
+    "served": Entry("Served requests", served, [c for n in SERVED for c in _both(n)]),
 }

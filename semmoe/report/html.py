@@ -3,116 +3,83 @@
 from __future__ import annotations
 
 import io
-import json
+import os
 import re
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from .. import __version__
 from ..compare import Comparison
+from ..errors import UserError
 from ..results import write_atomically
+from .draw import close
 from .figures import FIGURES
-from .words import summary_lines
-
-COLUMNS = {
-    "configuration": "configuration", "lar_planned": "LAR planned", "lar_replayed": "LAR replayed",
-    "lar_measured": "LAR measured", "fan_out_planned": "fan-out planned", "fan_out_replayed": "fan-out replayed",
-    "fan_out_measured": "fan-out measured", "bytes_per_token_planned": "bytes/token planned",
-    "bytes_per_token_replayed": "bytes/token replayed", "bytes_per_token_measured": "bytes/token measured",
-    "replay_equal": "replayed = measured", "imbalance_step": "imbalance (step)", "imbalance_total": "imbalance (total)",
-    "active_experts": "active experts", "layer_ms_predicted": "layer predicted (ms)",
-    "layer_ms_measured": "layer measured (ms)", "layer_error_pct": "error (%)", "layer_spread_pct": "spread of repeats (%)",
-    "ttft_ms_predicted": "TTFT predicted (ms)", "ttft_ms_measured": "TTFT measured (ms)",
-    "tpot_ms_predicted": "TPOT predicted (ms)", "tpot_ms_measured": "TPOT measured (ms)",
-    "e2e_ms_predicted": "E2E predicted (ms)", "e2e_ms_measured": "E2E measured (ms)", "verdict": "verdict",
-    "config_id": "config id",
-}  # fmt: skip
+from .tables import cards, environment, result_table, verdict_table
+from .words import shared_line, summary_lines
 
 
 def write_report(comparison: Comparison, path: str | Path, title: str, command: str) -> None:
-    """Write the page, and every figure as PNG and SVG into the folder `figures` beside it."""
+    """Write the page, and every figure as PNG and SVG into the folder `figures` beside it.
+
+    Every file is written whole or not at all; UserError when that fails. Figures of an earlier report that this comparison
+    has no data for are removed.
+    """
     path = Path(path)
     folder = path.parent / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
     sections = []
-    for name, (heading, draw) in FIGURES.items():
-        figure = draw(comparison)
+    for name, entry in FIGURES.items():
+        figure = entry.draw(comparison)
         if figure is None:
+            for ending in ("svg", "png"):
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)
             continue
-        svg = _svg(figure, name)
-        write_atomically(folder / f"{name}.svg", svg)
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        _close(figure)
-        about = escape((draw.__doc__ or "").strip())
-        sections.append(f'<figure id="{name}" role="img" aria-label="{escape(heading)}"><h2>{escape(heading)}</h2>{svg}'
-                        f"<figcaption>{about}</figcaption></figure>")  # fmt: skip
+        svg = _svg(figure, name, entry.heading, entry.alt(comparison.table))
+        write_atomically(folder / f"{name}.svg", f'<?xml version="1.0" encoding="utf-8"?>\n{svg}')
+        _save_png(figure, folder / f"{name}.png")
+        close(figure)
+        heading = f'<h2>{escape(entry.heading)}</h2><p class="about">{escape(entry.caption)}</p>'
+        sections.append(f'<section id="{name}" class="figure">{heading}<figure>{svg}</figure></section>')
     write_atomically(path, _page(comparison, title, command, "\n".join(sections)))
 
 
 def _page(comparison: Comparison, title: str, command: str, figures: str) -> str:
     files = resources.files(__package__)
-    lines = summary_lines(comparison)
-    verdicts = "".join(
-        f"<li><b>{escape(str(line.configuration))}</b>: {escape(str(line.verdict))}</li>"
-        for line in comparison.table.itertuples()
-    )
-    summary = "".join(f"<p>{escape(line)}</p>" for line in lines)
     replace = {
-        "TITLE": escape(title), "COMMAND": escape(command), "STYLE": (files / "page.css").read_text(),
-        "SCRIPT": (files / "page.js").read_text(), "SUMMARY": summary, "VERDICTS": verdicts,
-        "TABLE": _table(comparison.table), "FIGURES": figures, "ENVIRONMENT": _environment(comparison.rows),
+        "TITLE": escape(title), "COMMAND": escape(command), "VERSION": escape(__version__),
+        "SHARED": escape(shared_line(comparison)), "STYLE": (files / "page.css").read_text(encoding="utf-8"),
+        "SCRIPT": (files / "page.js").read_text(encoding="utf-8"), "CARDS": cards(comparison),
+        "SUMMARY": "".join(f"<li>{escape(line)}</li>" for line in summary_lines(comparison)),
+        "VERDICTS": verdict_table(comparison.table), "TABLE": result_table(comparison), "FIGURES": figures,
+        "ENVIRONMENT": environment(comparison.rows),
     }  # fmt: skip
-    page = (files / "page.html").read_text()
+    page = (files / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: replace[match.group(1)], page)
 
 
-def _table(table: pd.DataFrame) -> str:
-    shown = {k: v for k, v in COLUMNS.items() if k in table and table[k].notna().any()}
-    head = "".join(f'<th scope="col" tabindex="0">{escape(v)}</th>' for v in shown.values())
-    body = "".join("<tr>" + "".join(_cell(row[k]) for k in shown) + "</tr>" for _, row in table.iterrows())
-    return f'<table id="results"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, str):
-        return f"<td>{escape(value)}</td>"
-    if value is None or pd.isna(value):
-        return "<td>-</td>"
-    return f'<td class="n" data-v="{float(value)!r}">{float(value):.4g}</td>'
-
-
-def _environment(rows: pd.DataFrame) -> str:
-    """The distinct environments (the load as a range), provenances, clusters and commits of the rows."""
-    loads, lines = [], []
-    for text in rows.environment.dropna():
-        try:
-            pairs = dict(json.loads(text))
-        except (json.JSONDecodeError, TypeError, ValueError):
-            pairs = {"environment": text}
-        load = pairs.pop("load_1min", None)
-        loads += [float(load)] if load is not None else []
-        lines.append(", ".join(f"{k} {v}" for k, v in pairs.items()))
-    lines += [f"load average while measuring {min(loads):.1f} to {max(loads):.1f}"] if loads else []
-    lines += [f"{backend}: {told}" for (backend, told), _ in rows.groupby(["backend", "provenance"])]
-    lines.append("cluster " + ", ".join(sorted({f"{r.cluster} ({r.cluster_digest})" for r in rows.itertuples()})))
-    lines.append("commit " + ", ".join(sorted(set(rows.commit.dropna()))))
-    return "".join(f"<p>{escape(line)}</p>" for line in dict.fromkeys(lines))
-
-
-def _svg(figure: Any, name: str) -> str:
+def _svg(figure: Any, name: str, heading: str, alt: str) -> str:
+    """The figure as an SVG element that says what it shows and whose ids are its own on the page."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Title": name})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    # ids must differ between the figures that share a page
-    text = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', text)
-    return re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", text)
+    told = f'<title id="{name}-title">{escape(heading)}</title><desc id="{name}-desc">{escape(alt)}</desc>'
+    return re.sub(
+        r"<svg([^>]*)>",
+        lambda m: f'<svg role="img" aria-labelledby="{name}-title {name}-desc"{m[1]}>{told}',
+        text,
+        count=1,
+    )
 
 
-def _close(figure: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    plt.close(figure)
+def _save_png(figure: Any, path: Path) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        figure.savefig(partial, format="png", dpi=150)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None

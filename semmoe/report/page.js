@@ -1,29 +1,41 @@
 "use strict";
 (() => {
   const table = document.getElementById("results");
-  const heads = [...table.tHead.rows[0].cells];
-  const value = (row, i) => { const c = row.cells[i]; return c.dataset.v === undefined ? c.textContent : Number(c.dataset.v); };
+  const heads = [...table.tHead.rows[table.tHead.rows.length - 1].cells];
+  const missing = (cell) => cell.classList.contains("missing");
+  const compare = (a, b) => a.dataset.v !== undefined && b.dataset.v !== undefined
+    ? Number(a.dataset.v) - Number(b.dataset.v)
+    : a.textContent.localeCompare(b.textContent, undefined, { numeric: true });
   const sortBy = (i) => {
     const up = heads[i].getAttribute("aria-sort") !== "ascending";
     heads.forEach((h) => h.removeAttribute("aria-sort"));
     heads[i].setAttribute("aria-sort", up ? "ascending" : "descending");
-    const rows = [...table.tBodies[0].rows].sort((a, b) => {
-      const x = value(a, i), y = value(b, i);
-      const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y));
-      return up ? order : -order;
+    const rows = [...table.tBodies[0].rows].sort((x, y) => {
+      const a = x.cells[i], b = y.cells[i];
+      if (missing(a) || missing(b)) return missing(a) - missing(b); // what is not known stays last either way
+      return up ? compare(a, b) : compare(b, a);
     });
     table.tBodies[0].append(...rows);
   };
-  heads.forEach((h, i) => {
-    h.addEventListener("click", () => sortBy(i));
-    h.addEventListener("keydown", (e) => { if (e.key === "Enter") sortBy(i); });
-  });
-  const quote = (s) => /[",\n]/.test(s) ? `"${s.replaceAll('"', '""')}"` : s;
-  const csv = () => [...table.rows].map((r) => [...r.cells].map((c) => quote(c.dataset.v ?? c.textContent)).join(",")).join("\n");
+  heads.forEach((h, i) => h.querySelector("button").addEventListener("click", () => sortBy(i)));
+
+  const quote = (s) => /[",\r\n]/.test(s) ? `"${s.replaceAll('"', '""')}"` : s;
+  const line = (words) => words.map(quote).join(",");
+  const csv = () => [line(heads.map((h) => h.dataset.name)), ...[...table.tBodies[0].rows].map((r) =>
+    line([...r.cells].map((c) => missing(c) ? "" : c.dataset.v ?? c.textContent)))].join("\n") + "\n";
+  const fallback = (text) => {
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  };
   document.getElementById("copy").addEventListener("click", async () => {
-    const status = document.getElementById("copied");
-    try { await navigator.clipboard.writeText(csv()); status.textContent = "copied"; }
-    catch { const area = document.createElement("textarea"); area.value = csv(); document.body.append(area); area.select();
-      status.textContent = document.execCommand("copy") ? "copied" : "copying is not allowed here"; area.remove(); }
+    const text = csv();
+    let done = true;
+    try { await navigator.clipboard.writeText(text); } catch { done = fallback(text); }
+    document.getElementById("copied").textContent = done ? "copied" : "copying is not allowed here";
   });
 })();

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ..compare import Comparison
+from .draw import clean
 from .words import NAMES, shared_line, summary_lines
 
 GAP = "  "
@@ -51,11 +52,6 @@ def render(comparison: Comparison, width: int = 140) -> str:
         "\n".join(textwrap.fill(clean(s), width, subsequent_indent="     ", break_on_hyphens=False) for s in said)
     )
     return "\n\n".join(parts)
-
-
-def clean(text: str) -> str:
-    """Without control characters: a policy's name must not be able to steer the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _key_columns(table: pd.DataFrame, axes: Sequence[str], room: int) -> list[Col]:

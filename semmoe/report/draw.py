@@ -1,0 +1,103 @@
+"""What the figures share: colours, style, grouped bars, and labels that no name can break.
+
+Colours are Okabe and Ito's, which stay apart for every kind of colour vision; hatches keep them apart in grey print.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7")  # fmt: skip
+BLACK, GREY, PALE = "#1A1A1A", "#6B6B6B", "#E8EEF2"
+WIDTH_IN = 9.0
+
+STYLE: Any = {
+    "font.size": 9, "font.family": ["sans-serif"], "text.parse_math": False, "axes.labelcolor": BLACK, "text.color": BLACK,
+    "axes.edgecolor": GREY, "axes.grid": True, "grid.color": "#E0E0E0", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "hatch.linewidth": 0.6,
+    "svg.fonttype": "none", "svg.hashsalt": "semmoe", "figure.constrained_layout.use": True, "figure.max_open_warning": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """One bar in every group: name, a value for each configuration (NaN: no bar), colour, hatch, ends of intervals."""
+
+    name: str
+    values: Sequence[float]
+    colour: str
+    hatch: str = ""
+    ends: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+def subplots(rows: int = 1, columns: int = 1, **options: Any) -> Any:
+    """(figure, axes) in the report's style, drawn without a display; matplotlib is loaded here and not before."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt.subplots(rows, columns, **options)
+
+
+def close(figure: Any) -> None:
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+
+
+def clean(text: str) -> str:
+    """Printable characters only: what a policy is called must break neither a terminal nor an SVG file."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def labels(table: pd.DataFrame) -> list[str]:
+    """`#3 dp / semantic / ...` of every line, over at most three lines."""
+    named = (clean(f"#{i} {name}") for i, name in enumerate(table.configuration, 1))
+    return ["\n".join(textwrap.wrap(text, 44, max_lines=3, break_on_hyphens=False)) for text in named]
+
+
+def bars(names: list[str], series: Sequence[Series], label: str, start: float = 0.0, absent: str = "") -> Any:
+    """Horizontal bars, a group for each name, that begin at `start` (1: perfect balance). `absent` stands where all is NaN."""
+    height = 0.8 / len(series)
+    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + max(0.17 * len(series) + 0.1, 0.36) * len(names)))
+    places = np.arange(len(names))
+    values_SN = np.array([one.values for one in series], dtype=float)
+    for i, (one, values) in enumerate(zip(series, values_SN, strict=True)):
+        at = places + (i - (len(series) - 1) / 2) * height
+        style = {"color": one.colour, "hatch": one.hatch, "edgecolor": "white", "linewidth": 0}
+        axes.barh(at, values - start, height * 0.94, left=start, label=one.name, **style)
+        if one.ends is not None:
+            axes.errorbar(values, at, xerr=errors(values, *one.ends), fmt="none", ecolor=BLACK, elinewidth=1, capsize=2)
+    for place in places[np.isnan(values_SN).all(axis=0)]:
+        axes.annotate(
+            absent, (start, place), xytext=(4, 0), textcoords="offset points", va="center", color=GREY, fontsize=8
+        )
+    frame(axes, names, label)
+    axes.set_xlim(left=start)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(series), borderaxespad=0.2)
+    return figure
+
+
+def frame(axes: Any, names: list[str], label: str) -> None:
+    """Names down the left, first at the top, and the label with its unit below."""
+    axes.set_yticks(np.arange(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(label)
+
+
+def errors(values: Any, low: Any, high: Any) -> Any:
+    """Lengths of error bars to both sides; 0 where an end is unknown."""
+    values = np.asarray(values, dtype=float)
+    sides = [values - np.asarray(low, dtype=float), np.asarray(high, dtype=float) - values]
+    return np.nan_to_num(np.clip(sides, 0, None))
