@@ -1,0 +1,141 @@
+"""Small placement problems cut from real routes, on which an optimum can be proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from ..profile import Profile
+from ..specs import ClusterSpec, ModelSpec
+from ..trace import RoutingTrace
+from .base import PlacementProblem
+
+
+def load_routes(path: str | Path) -> RoutingTrace:
+    """The trace of a file with `experts` [T, L, k], `token`, `request_offset` and `request_category` (token strings)."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; routes with experts, token and request_offset are needed")
+    with np.load(path) as data:
+        experts, offset = data["experts"], data["request_offset"]
+        layers = experts.shape[1]
+        return RoutingTrace(
+            model=path.stem,
+            num_experts=int(experts.max()) + 1,
+            vocab_size=int(data["token"].max()) + 1,
+            experts_TLk=experts.astype(np.int16),
+            token_id_T=data["token"].astype(np.int32),
+            request_offset_R1=offset,
+            prompt_len_R=np.zeros(len(offset) - 1, dtype=np.int32),
+            domain_R=data["request_category"].astype(np.str_),
+            layer_ids_L=np.arange(layers),
+            path=str(path),
+        )
+
+
+def problem_of(
+    trace: RoutingTrace, ranks: int, home: str, seed: int = 0, time_limit_s: float = 60.0
+) -> PlacementProblem:
+    """A problem on one node; costs play no part in it."""
+    model = ModelSpec(
+        name=trace.model,
+        hidden=64,
+        num_layers=int(trace.layer_ids_L[-1]) + 1,
+        layer_ids=tuple(int(i) for i in trace.layer_ids_L),
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        expert_ffn=64,
+        vocab_size=trace.vocab_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+    )
+    cluster = ClusterSpec(
+        name="instance",
+        nodes=1,
+        ranks_per_node=ranks,
+        topology="switch",
+        memory_gib=80,
+        memory_gbps=3000,
+        bf16_tflops=900,
+        link_gbps=400,
+        alpha_us=10,
+    )
+    slots = -(-trace.num_experts // ranks) * ranks
+    return PlacementProblem(
+        Profile.fit(trace), model, cluster, ranks, slots, home, seed=seed, time_limit_s=time_limit_s
+    )
+
+
+def cut(
+    trace: RoutingTrace, layers: NDArray[np.integer], experts: NDArray[np.integer], item_T: NDArray[np.integer]
+) -> RoutingTrace:
+    """A trace of the assignments of some items to some experts in some layers, one request an item.
+
+    item_T: item of every token (-1: not used). Every assignment becomes a token of top-1 routing of its own, so an item
+    keeps its counts although its tokens also used experts that are left out. Layers that saw fewer assignments of an
+    item than others are filled by repeating its own, in order.
+    """
+    new_E = np.full(trace.num_experts, -1, dtype=np.int64)
+    new_E[experts] = np.arange(len(experts))
+    rows, lengths = [], []
+    for item in range(int(item_T.max()) + 1):
+        routes_TLk = new_E[trace.experts_TLk[item_T == item][:, layers]]
+        lists = [routes_TLk[:, i][routes_TLk[:, i] >= 0] for i in range(len(layers))]
+        length = max(len(one) for one in lists)
+        if min(len(one) for one in lists) == 0:
+            continue
+        rows.append(np.stack([np.resize(one, length) for one in lists], axis=1))
+        lengths.append(length)
+    if not rows:
+        raise UserError(f"{trace.path}: no item used experts {list(experts)} in every layer of {list(layers)}")
+    return RoutingTrace(
+        model=trace.model,
+        num_experts=len(experts),
+        vocab_size=len(rows),
+        experts_TLk=np.concatenate(rows)[:, :, None].astype(np.int16),
+        token_id_T=np.repeat(np.arange(len(rows)), lengths),
+        request_offset_R1=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt_len_R=np.zeros(len(rows), dtype=np.int32),
+        domain_R=np.full(len(rows), "cut"),
+        layer_ids_L=np.arange(len(layers)),
+        path=trace.path,
+    )
+
+
+def request_instance(
+    trace: RoutingTrace, experts: int, requests: int, layers: int, rng: np.random.Generator
+) -> RoutingTrace:
+    """Random requests, adjacent layers and experts (drawn by load, so that few are idle)."""
+    first = int(rng.integers(trace.num_layers - layers + 1))
+    chosen_L = np.arange(first, first + layers)
+    chosen_E = _loaded_experts(trace, chosen_L, experts, rng)
+    item_R = np.full(trace.num_requests, -1)
+    item_R[rng.choice(trace.num_requests, size=min(requests, trace.num_requests), replace=False)] = np.arange(
+        min(requests, trace.num_requests)
+    )
+    return cut(trace, chosen_L, chosen_E, item_R[trace.request_T])
+
+
+def token_instance(trace: RoutingTrace, experts: int, types: int, rng: np.random.Generator) -> RoutingTrace:
+    """Random frequent token types in one layer, the same number of occurrences of each, one item a type."""
+    layer = np.array([int(rng.integers(trace.num_layers))])
+    chosen_E = _loaded_experts(trace, layer, experts, rng)
+    count_V = np.bincount(trace.token_id_T, minlength=trace.vocab_size)
+    frequent = np.argsort(-count_V, kind="stable")[: 8 * types]
+    chosen = rng.choice(frequent, size=types, replace=False)
+    same = int(count_V[chosen].min())
+    item_T = np.full(trace.num_tokens, -1)
+    for item, token in enumerate(chosen):
+        item_T[rng.choice(np.flatnonzero(trace.token_id_T == token), size=same, replace=False)] = item
+    return cut(trace, layer, chosen_E, item_T)
+
+
+def _loaded_experts(
+    trace: RoutingTrace, layers: NDArray[np.integer], experts: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    load_E = np.bincount(trace.experts_TLk[:, layers].ravel(), minlength=trace.num_experts) + 1.0
+    return np.sort(rng.choice(trace.num_experts, size=experts, replace=False, p=load_E / load_E.sum()))
