@@ -131,6 +131,15 @@ def test_a_replayed_row_stands_for_the_simulation_and_is_held_to_its_own_repeat(
     assert line(compare([tmp_path, tmp_path / "replay"]), "aaa").replay_equal == "no (metadata_bytes)"
 
 
+def test_each_replay_is_held_to_the_repeat_that_it_re_executed(tmp_path):
+    other = {"tokens": 900, "node_bytes": 4500.0}
+    for i, figures in enumerate(({}, other)):
+        log = {"steps_file": f"steps-aaa-r{i}.npz", "repeat": i, **SERVE}
+        write_row(tmp_path, row("harness", **log, **figures))
+        write_row(tmp_path, row(**log, **figures))
+    assert line(compare([tmp_path]), "aaa").replay_equal == "yes"
+
+
 def test_gain_loss_and_no_gain_are_said_in_words(tmp_path):
     fast, same = measured("fast", [5.0, 5.2], **SEMANTIC), measured("same", [9.9, 10.4], placement="eplb")
     slow = measured("slow", [20.0, 21.0], placement="random")
