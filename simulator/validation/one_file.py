@@ -1,0 +1,62 @@
+"""Rows of any single file of measurements, told by its columns: `semmoe validate data=FILE`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from semmoe.errors import UserError
+
+from .collectives import DEEPEP_SHAPE, NCCL_COLUMNS, SMS, curve, deepep_columns, nccl_rows, transfer
+from .deepep_law import LINK_GBPS, SOURCE, mode_of
+from .operators import ATTENTION_COLUMNS, MOE_COLUMNS, MOE_SERIES, attention_rows
+from .row import Row, held_out, read, scored
+
+
+def rows_of_file(path: Path, known: Path | None = None) -> list[Row]:
+    """Held-out rows of the file; DeepEP rows of other machines also from H100's law.
+
+    known: folder of the public tables, whose measured H100 rows make that transfer sharper; without it the law's
+    committed constants are used alone.
+    """
+    columns = set(read(path, ()).columns)
+    if set(NCCL_COLUMNS) <= columns:
+        return nccl_rows(path)
+    if set(deepep_columns("low_latency")) <= columns:
+        return _deepep(path, known)
+    if set(MOE_COLUMNS) <= columns:
+        table = read(path, MOE_COLUMNS)
+        error = held_out(table[table.moe_ep_size == 1], MOE_SERIES, "num_tokens", "latency_us", curve)
+        return [
+            scored(f"moe.{system}", f"fused MoE by tokens, {system}", part.error, 5, 15)
+            for system, part in error.groupby("system")
+        ]
+    if set(ATTENTION_COLUMNS) <= columns:
+        return attention_rows(path.stem, path)
+    raise UserError(
+        f"{path}: columns of no known kind; NCCL ({', '.join(NCCL_COLUMNS)}), DeepEP "
+        f"({', '.join(deepep_columns('low_latency'))}, normal mode also {', '.join(SMS)}), fused MoE "
+        f"({', '.join(MOE_COLUMNS)}) and attention ({', '.join(ATTENTION_COLUMNS)}) are right"
+    )
+
+
+def _deepep(path: Path, known: Path | None) -> list[Row]:
+    table = read(path, deepep_columns("low_latency"))
+    mode = mode_of(table)
+    keys = (*DEEPEP_SHAPE, *SMS) if mode == "normal" else DEEPEP_SHAPE
+    words, rows = mode.replace("_", " "), []
+    for system, part in table.groupby("system"):
+        error = pd.concat(held_out(part, keys, "tokens_per_rank", f"{op}_us", curve) for op in ("dispatch", "combine"))
+        rows.append(scored(f"deepep.{mode}.{system}", f"DeepEP {words}, {system}, held out", error.error, 10))
+    source = table[(table.system == SOURCE) & (table.node_num == 1)]
+    public = None if known is None else known / f"deepep_{mode}.csv"
+    if source.empty and public is not None and public.is_file():
+        source = read(public, deepep_columns(mode))
+        source = source[(source.system == SOURCE) & (source.node_num == 1)]
+    for system in sorted(set(table.system) - {SOURCE}):
+        if system not in LINK_GBPS or not (table[table.system == system].node_num == 1).any():
+            continue
+        what = f"DeepEP {words}, {system} from H100 by the datasheets"
+        rows.append(transfer(f"deepep.{mode}.{system}.transfer", what, table, str(system), source))
+    return rows

@@ -1,0 +1,97 @@
+"""Fused MoE layers and attention: held-out token counts and lengths through the simulator's own tables and laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ..cost.attention_table import AttentionTable
+from ..cost.expert_table import ExpertTable
+from ..cost.experts import fit_expert_law
+from .collectives import curve
+from .row import Row, held_out, read, scored
+
+MOE_SERIES = ("system", "backend", "backend_version", "kernel_source", "moe_dtype", "distribution")
+MOE_COLUMNS = (*MOE_SERIES, "moe_ep_size", "num_tokens", "latency_us")
+ATTENTION_SERIES = ("system", "source", "kernel_source")
+ATTENTION_COLUMNS = (*ATTENTION_SERIES, "phase", "batch_size", "kv_len", "latency_us")
+HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8  # of every row of the fused-MoE file
+PEAK = {  # memory GB/s and BF16 TFLOPS of the datasheets
+    "a100_sxm": (2039.0, 312.0),
+    "h100_sxm": (3350.0, 989.0),
+    "b200_sxm": (7700.0, 2250.0),
+    "gb200": (8000.0, 2500.0),
+    "l40s": (864.0, 362.0),
+    "rtx_pro_6000_server": (1792.0, 468.0),
+}
+
+
+def moe_rows(fused: object, by_active: object) -> list[Row]:
+    """Held-out token counts: by (tokens, active experts), by tokens per distribution, and the closed form."""
+    table = read(by_active, ("tokens", "activated_experts", "time_us"))
+    rows = [_by_active(table)]
+    series = read(fused, MOE_COLUMNS)
+    series = series[series.moe_ep_size == 1]
+    error = held_out(series, MOE_SERIES, "num_tokens", "latency_us", curve)
+    rows.append(scored("moe.fused", "fused MoE by tokens, 6 GPUs, balanced and power law", error.error, 5, 15))
+    balanced = series[(series.distribution == "balanced") & (series.moe_dtype == "bfloat16")]
+    law = pd.concat(_closed_form(part) for _, part in balanced.groupby(list(MOE_SERIES)))
+    note = "the presets' law of rows and active experts (balanced routing, BF16), fitted on the kept half"
+    return [*rows, scored("moe.law", "fused MoE, closed form", law.error, note=note)]
+
+
+def _by_active(table: pd.DataFrame) -> Row:
+    tokens = np.sort(table.tokens.unique())
+    error = []
+    for active, part in table.groupby("activated_experts"):
+        inside = part.sort_values("tokens").reset_index(drop=True)
+        held = (np.searchsorted(tokens, inside.tokens) % 2 == 1) & (inside.index > 0) & (inside.index < len(inside) - 1)
+        kept = inside[~held]
+        model = ExpertTable(zip(kept.tokens, kept.activated_experts, kept.time_us, strict=True))
+        test = inside[held]
+        guess = model.time_us(test.tokens, np.full(len(test), float(str(active))))
+        error.append(guess / test.time_us.to_numpy() - 1)
+    what = "fused MoE by (tokens, active experts), RTX PRO 6000"
+    return scored("moe.by_active", what, np.concatenate(error), 5, 15)
+
+
+def _closed_form(part: pd.DataFrame) -> pd.DataFrame:
+    memory_gbps, tflops = PEAK[str(part.system.iloc[0])]
+
+    def fit(tokens: np.ndarray, us: np.ndarray):  # type: ignore[no-untyped-def]
+        active = np.minimum(TOP_K * tokens, EXPERTS)
+        law = fit_expert_law(list(zip(TOP_K * tokens, active, us, strict=True)), HIDDEN, FFN, memory_gbps, tflops)
+        weights = 6.0 * HIDDEN * FFN
+        return lambda t: law.time_us(TOP_K * t, np.minimum(TOP_K * t, EXPERTS), HIDDEN, FFN, weights)
+
+    return held_out(part, MOE_SERIES, "num_tokens", "latency_us", fit)
+
+
+def attention_rows(name: str, path: object) -> list[Row]:
+    """Prefill and decode of one attention kind, every other length held out at every batch size."""
+    table = read(path, ATTENTION_COLUMNS)
+    rows = []
+    for phase, word, power in (("context", "prefill", 2), ("generation", "decode", 1)):
+        part = table[table.phase == phase]
+        error = pd.concat(_attention_errors(group, power) for _, group in part.groupby(list(ATTENTION_SERIES)))
+        worst = (100 * error.error.abs()).groupby(error.system).median()
+        note = "median by system: " + ", ".join(f"{system} {value:.1f}" for system, value in worst.items())
+        rows.append(scored(f"attention.{name}.{word}", f"attention {name.upper()}, {word}", error.error, 5, 0, note))
+    return rows
+
+
+def _attention_errors(table: pd.DataFrame, power: int) -> pd.DataFrame:
+    """One table over all batch sizes from the kept lengths, scored at the lengths left out of each batch size."""
+    kept, test = [], []
+    mean = table.groupby(["batch_size", "kv_len"]).latency_us.median().reset_index()
+    for _, line in mean.groupby("batch_size"):
+        position = np.arange(len(line))
+        held = (position % 2 == 1) & (position < len(line) - 1)
+        if len(line) < 5:
+            held[:] = False
+        kept.append(line[~held])
+        test.append(line[held])
+    points, scored_at = pd.concat(kept), pd.concat(test)
+    model = AttentionTable(points[["batch_size", "kv_len", "latency_us"]].itertuples(index=False, name=None), power)
+    guess = model.time_us(scored_at.batch_size, scored_at.kv_len)
+    return scored_at.assign(error=guess / scored_at.latency_us - 1, system=table.system.iloc[0])

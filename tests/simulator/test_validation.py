@@ -1,0 +1,210 @@
+"""Accuracy table: the scoring is fair and can fail, the gate bites, tables come back exactly, constants are reproduced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semmoe.errors import UserError
+from simulator import validate
+from simulator.cost.attention_table import AttentionTable
+from simulator.cost.expert_table import ExpertTable
+from simulator.validation.collectives import curve, transfer
+from simulator.validation.deepep_law import LAWS, DeepEPLaw, fit, inputs, predicted_us, remote_ranks
+from simulator.validation.one_file import rows_of_file
+from simulator.validation.report import anchors_of, judge, table
+from simulator.validation.row import Row, held_out, scored
+from simulator.validation.vllm_tables import active_experts
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perfdata"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not beside this checkout")
+SIZES = 2.0 ** np.arange(9, 30)
+
+
+def nccl_table(us=lambda size: 10 + size / 1e5):
+    rows = [{"system": "x", "nccl_version": "2", "op": "alltoall", "num_gpus": 8, "bytes": s} for s in SIZES]
+    return pd.DataFrame(rows).assign(latency_us=[us(size) for size in SIZES])
+
+
+def test_held_out_scores_only_points_that_the_model_did_not_see():
+    seen = []
+
+    def fit_nothing(x, us):
+        seen.append(x)
+        return lambda at: np.full(at.shape, 7.0)
+
+    scores = held_out(nccl_table(lambda size: 7.0), ["system"], "bytes", "latency_us", fit_nothing)
+    assert not set(scores.bytes) & set(seen[0]) and set(scores.bytes) | set(seen[0]) == set(SIZES)
+    assert SIZES[0] in seen[0] and SIZES[-1] in seen[0] and (scores.error == 0).all()
+    other = held_out(nccl_table(), ["system"], "bytes", "latency_us", fit_nothing, parity=0)
+    assert not set(other.bytes) & set(scores.bytes) and set(other.bytes) <= set(seen[0])
+
+
+def test_a_wrong_point_in_the_middle_is_seen_in_the_error():
+    right = held_out(nccl_table(), ["system"], "bytes", "latency_us", curve).error.abs().max()
+    bent = nccl_table()
+    bent.loc[11, "latency_us"] *= 2  # an odd position: held out
+    wrong = held_out(bent, ["system"], "bytes", "latency_us", curve).error.abs().max()
+    assert right < 1e-3 and wrong == pytest.approx(0.5, abs=0.01)
+
+
+def test_bars_are_missed_by_larger_values_and_by_no_number_at_all():
+    assert Row("k", "w", {"median": 4.9, "p90": 16.0}, {"median": 5, "p90": 15}).missed == ["p90"]
+    assert Row("k", "w", {"mean": -3.0}, {"mean": 2}).missed == ["mean"]
+    assert Row("k", "w", {"mean": float("nan")}, {"mean": 2}).missed == ["mean"]
+    with pytest.raises(UserError, match="no point to score"):
+        scored("k", "w", np.zeros(0))
+
+
+@pytest.mark.parametrize(
+    "value, anchor, regressions, drifts",
+    [(4.0, 4.0, 0, 0), (4.3, 4.0, 0, 1), (5.2, 4.9, 1, 0), (4.8, 2.0, 1, 0), (1.0, 4.0, 0, 1), (9.0, 9.0, 0, 0)],
+)
+def test_the_gate_fails_on_regression_and_warns_on_drift(value, anchor, regressions, drifts):
+    found = judge([Row("k", "w", {"median": value}, {"median": 5})], {"k": {"median": anchor}})
+    assert (len(found[0]), len(found[1])) == (regressions, drifts)
+
+
+def test_a_row_without_an_anchor_is_held_to_its_bar():
+    assert judge([Row("k", "w", {"median": 6.0}, {"median": 5})], {})[0]
+    assert judge([Row("k", "w", {"median": 6.0}, {})], {}) == ([], [])
+
+
+def test_the_table_says_what_missed_and_what_was_skipped():
+    text = table([Row("k", "thing", {"median": 6.0}, {"median": 5}, 3, "why")], {"NCCL": "no file"})
+    assert "MISSED: median" in text and "[1] why" in text and "skipped: no file" in text
+
+
+def test_an_absent_folder_skips_its_rows_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(validate, "null_rows", lambda: [])
+    rows, skipped = validate.collect(tmp_path)
+    assert not rows and "nccl_intranode.csv not in" in skipped["NCCL"] and len(skipped) == 6
+
+
+def test_a_regression_gives_a_failing_exit_status(tmp_path, monkeypatch, capsys):
+    nccl_table().to_csv(tmp_path / "nccl_intranode.csv", index=False)
+    monkeypatch.setattr(validate, "null_rows", lambda: [])
+    monkeypatch.setattr(validate, "ANCHORS", tmp_path / "anchors.json")
+    options = [f"data={tmp_path}"]
+    assert validate.main(options) == 0
+    nccl_table(lambda size: 10 + size / 1e5 * (1 + np.log2(size) % 2)).to_csv(
+        tmp_path / "nccl_intranode.csv", index=False
+    )
+    assert validate.main(options) == 1 and "REGRESSION: nccl.pooled" in capsys.readouterr().err
+
+
+def test_unknown_options_and_unreadable_data_are_explained(tmp_path):
+    with pytest.raises(UserError, match="no option .did you mean 'data'"):
+        validate.main(["dat=x"])
+    with pytest.raises(UserError, match="no such folder"):
+        validate.main([f"data={tmp_path}/none"])
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="columns of no known kind"):
+        validate.main([f"data={tmp_path}/x.csv"])
+
+
+def deepep_table(system, scale=1.0, ops=(20.0, 30.0)):
+    shape = {"sglang_version": "1", "node_num": 1, "ep_size": 8, "hidden_size": 2048, "num_topk": 8, "num_experts": 128}
+    table = pd.DataFrame([{"system": system, **shape, "tokens_per_rank": 2**i} for i in range(11)])
+    for op in ("dispatch", "combine"):
+        sent, rows, sms = inputs(table, op)
+        table[f"{op}_us"] = DeepEPLaw(*ops, np.inf, 0.0).time_us(sent, rows, sms, scale)
+    return table
+
+
+def test_the_law_counts_the_ranks_that_a_token_reaches():
+    assert remote_ranks(128, 8, 8) == pytest.approx(4.67, abs=0.01), "hypergeometric, as published for Qwen3"
+    sent, rows, _ = inputs(deepep_table("h100_sxm"), "combine")
+    assert sent[0] == pytest.approx(7 * 2048 * 2) and rows[0] == 8
+
+
+def test_fitting_finds_the_law_that_made_the_times():
+    found = fit(deepep_table("h100_sxm", ops=(12.0, 200.0)), "dispatch")
+    assert (found.floor_us, found.link_gbps) == pytest.approx((12.0, 200.0), rel=1e-4)
+
+
+def test_a_machine_with_the_same_links_is_predicted_by_the_measured_rows_themselves():
+    source, same = deepep_table("h100_sxm", ops=(15, 150)), deepep_table("h200_sxm", ops=(15, 150))
+    np.testing.assert_allclose(predicted_us(same, "dispatch", source), same.dispatch_us)
+    alone = predicted_us(same, "dispatch")
+    assert np.abs(alone / same.dispatch_us - 1).max() > 0.1, "the law's constants alone are another machine's"
+    unknown = deepep_table("own_chip")
+    assert np.isnan(predicted_us(unknown, "dispatch", source)).all()
+
+
+def test_twice_the_links_halve_the_part_that_the_links_take():
+    law = LAWS["low_latency", "combine"]
+    twice = transfer("k", "w", deepep_table("b200_sxm", 2.0, (law.floor_us, law.link_gbps)), "b200_sxm", None)
+    dispatch = predicted_us(deepep_table("b200_sxm"), "combine")
+    sent, rows, sms = inputs(deepep_table("b200_sxm"), "combine")
+    np.testing.assert_allclose(dispatch, law.floor_us + (law.time_us(sent, rows, sms) - law.floor_us) / 2)
+    assert twice.count == 22 and "450 and 900" in twice.note
+
+
+@pytest.mark.parametrize("kind", ["nccl", "deepep"])
+def test_one_file_is_told_by_its_columns(tmp_path, kind):
+    content = nccl_table() if kind == "nccl" else pd.concat([deepep_table("h100_sxm"), deepep_table("h200_sxm")])
+    content.to_csv(tmp_path / "own.csv", index=False)
+    keys = [row.key for row in rows_of_file(tmp_path / "own.csv")]
+    assert any(key.startswith(kind) for key in keys) and ("deepep.low_latency.h200_sxm.transfer" in keys) == (
+        kind != "nccl"
+    )
+
+
+def test_attention_tables_hit_their_points_and_grow_with_the_work_beyond():
+    points = [(b, n, 10 + b * n / 100) for b in (1, 4, 16) for n in (100, 200, 1600)]
+    made = AttentionTable(points, power=1)
+    batch, length, us = np.array(points).T
+    np.testing.assert_allclose(made.time_us(batch, length), us)
+    assert made.time_us(16, 3200) == pytest.approx(2 * made.time_us(16, 1600))
+    assert made.time_us(32, 1600) == pytest.approx(2 * made.time_us(16, 1600))
+    assert made.time_us(0, 100) == 0 and made.time_us(1, 10) == pytest.approx(us[0])
+    assert AttentionTable(points, power=2).time_us(4, 3200) == pytest.approx(4 * made.time_us(4, 1600))
+
+
+def test_expert_tables_hit_their_points_and_are_linear_between_counts_of_active_experts():
+    made = ExpertTable([(t, a, 40 + 6 * a + t) for a in (8, 16, 64) for t in (1, 10, 100)])
+    assert made.time_us(10, 16) == pytest.approx(146) and made.time_us(10, 40) == pytest.approx(290)
+    np.testing.assert_allclose(made.time_us([0, 1, 1], [8, 4, 128]), [0, 89, 425])
+
+
+def test_expected_active_experts_of_even_and_skewed_popularity():
+    assert active_experts(1, 0.0) == pytest.approx(4) and active_experts(1e6, 0.0) == pytest.approx(64)
+    assert active_experts(16, 1.0) < active_experts(16, 0.0) == pytest.approx(64 * (1 - (15 / 16) ** 16))
+
+
+def test_committed_anchors_hold_every_bar_of_the_committed_report():
+    anchors = json.loads(validate.ANCHORS.read_text())
+    report = validate.REPORT.read_text()
+    assert "validate anchors=update" in report.splitlines()[2] and len(anchors) > 30
+    assert report.count("MISSED") == 0 and f"median {anchors['nccl.pooled']['median']:.2f}" in report
+
+
+@needs_data
+def test_constants_of_the_deepep_law_and_of_the_engine_are_what_their_fits_give():
+    from simulator.validation.vllm_run import Engine, PublicRun, fitted_eager_ms
+
+    for mode in ("low_latency", "normal"):
+        rows = pd.read_csv(DATA / f"deepep_{mode}.csv")
+        rows = rows[(rows.sglang_version == "0.5.12") | (rows.system != "h100_sxm")]
+        for op in ("dispatch", "combine"):
+            found, law = fit(rows, op), LAWS[mode, op]
+            assert (found.floor_us, found.link_gbps) == pytest.approx((law.floor_us, law.link_gbps), rel=0.02)
+    assert fitted_eager_ms(PublicRun.load(DATA)) == pytest.approx(Engine().eager_ms, abs=0.1)
+
+
+@needs_data
+def test_public_rows_reproduce_their_anchors():
+    """The quick rows; `semmoe validate` checks all of them."""
+    from simulator.validation.operators import attention_rows, moe_rows
+
+    served = DATA / "llmservingsim_rtxpro6000_qwen3_30b_moe.csv"
+    rows = attention_rows("mla", DATA / "attention_mla_16heads_bf16.csv") + moe_rows(
+        DATA / "moe_fused_qwen3_30b_a3b.csv", served
+    )
+    regressions, drifts = judge(rows, json.loads(validate.ANCHORS.read_text()))
+    assert not regressions and not drifts and len(anchors_of(rows)) == 5
