@@ -22,6 +22,7 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
   semmoe place [key=value ...]            compute a placement and write it as JSON
   semmoe trace info|record|synthetic ...  look at, record or make routing traces
   semmoe check GROUP._target_=mod.Class   conformance of your own policy, and its figures beside the built-ins
+  semmoe validate [data=DIR|FILE]         the cost model against public measurements that it was not fitted to
   semmoe policies                         every policy that can be named, with what it does
 
 `-m` sweeps over comma-separated values: semmoe simulate -m placement=contiguous,semantic request_scheduler=round_robin
@@ -121,6 +122,10 @@ def place(rest: Sequence[str]) -> int:
     return place_one(overrides)
 
 
+def validate(rest: Sequence[str]) -> int:
+    return int(_backend("simulator.validate", "harness").main(rest))
+
+
 def check(rest: Sequence[str]) -> int:
     from .check import check as run_check
 
@@ -150,6 +155,7 @@ COMMANDS = {
     "compare": compare,
     "place": place,
     "check": check,
+    "validate": validate,
     "trace": trace,
     "policies": policies,
 }
