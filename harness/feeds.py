@@ -2,7 +2,8 @@
 
 HiddenFeed  the tiny model's real hidden states (input of each MoE layer) and weights: the gate sees what it was trained
             on, so `route_flips` means something
-RandomFeed  seeded normal rows and weights of any model's shape, hidden and expert width as `model_scale` left them
+RandomFeed  seeded normal rows and weights of any model's shape, hidden and expert width as `model_scale` left them; or
+            such rows before the MoE layers of a real checkpoint (measure.feed=checkpoint, measure.checkpoint=FOLDER)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from semmoe.trace import RoutingTrace
 from .weights import RandomWeights, TinyWeights, WeightSource
 from .worker import RankContext
 
-FEEDS = ("hidden", "random")
+FEEDS = ("hidden", "random", "checkpoint")
 RANDOM_ROWS = 4096  # rows of the pool that RandomFeed draws from: large enough that no batch is constant
 
 
@@ -43,8 +44,9 @@ class HiddenFeed:
     real = True
 
     def __init__(self, context: RankContext, trace: RoutingTrace, model: ModelSpec) -> None:
-        self.source = TinyWeights()
-        config = self.source.model.config
+        self.source: WeightSource
+        self.source = tiny = TinyWeights()
+        self._model, config = tiny.model, tiny.model.config
         if model.hidden != config.hidden:
             raise UserError(
                 "measure.feed=hidden needs the tiny model as it is; set model_scale=1 or measure.feed=random"
@@ -67,7 +69,7 @@ class HiddenFeed:
         for request in range(trace.num_requests):
             part = slice(int(trace.request_offset_R1[request]), int(trace.request_offset_R1[request + 1]))
             tokens_1T = torch.from_numpy(trace.token_id_T[part].astype(np.int64))[None]
-            self.hidden_LNH[:, part] = self.source.model.moe_inputs(tokens_1T).hidden_LTH
+            self.hidden_LNH[:, part] = self._model.moe_inputs(tokens_1T).hidden_LTH
             context.progress(request + 1, trace.num_requests)
 
     def rows_TH(self, layer: int, rows_T: NDArray[np.int64]) -> Tensor:
@@ -79,22 +81,50 @@ class RandomFeed:
 
     real = False
 
-    def __init__(self, model: ModelSpec, seed: int = 0) -> None:
-        self.source = RandomWeights(model, seed=seed)
+    def __init__(self, model: ModelSpec, seed: int = 0, source: WeightSource | None = None) -> None:
+        self.source = source or RandomWeights(model, seed=seed)
         self._pool = torch.randn(RANDOM_ROWS, self.source.hidden, generator=torch.Generator().manual_seed(seed))
 
     def rows_TH(self, layer: int, rows_T: NDArray[np.int64]) -> Tensor:
         return self._pool.index_select(0, torch.from_numpy((rows_T + 997 * layer) % RANDOM_ROWS))
 
 
-def make_feed(context: RankContext, kind: str, model: ModelSpec, trace: RoutingTrace, seed: int = 0) -> Feed:
+def make_feed(
+    context: RankContext,
+    kind: str,
+    model: ModelSpec,
+    trace: RoutingTrace,
+    seed: int = 0,
+    checkpoint: str | None = None,
+) -> Feed:
     """The feed of a configuration, kept in the context: a sweep computes hidden states once per trace. Collective."""
     if kind not in FEEDS:
         raise UserError(f"measure.feed='{kind}' must be one of {', '.join(FEEDS)}")
-    key = (kind, trace.digest if kind == "hidden" else (model, seed))
+    key = (kind, trace.digest if kind == "hidden" else (model, seed, checkpoint))
     if context.state.get("feed_key") != key:
         context.state.pop("feed", None)
-        context.state["feed"] = HiddenFeed(context, trace, model) if kind == "hidden" else RandomFeed(model, seed)
+        context.state.pop("feed_key", None)
+        context.state["feed"] = _new_feed(context, kind, model, trace, seed, checkpoint)
         context.state["feed_key"] = key
     feed: Feed = context.state["feed"]
     return feed
+
+
+def _new_feed(
+    context: RankContext, kind: str, model: ModelSpec, trace: RoutingTrace, seed: int, checkpoint: str | None
+) -> Feed:
+    if kind == "hidden":
+        return HiddenFeed(context, trace, model)
+    return RandomFeed(model, seed, open_checkpoint(checkpoint, model) if kind == "checkpoint" else None)
+
+
+def open_checkpoint(folder: str | None, model: ModelSpec) -> WeightSource:
+    """The MoE layers of a local Hugging Face folder; UserError where MoELayer does not compute its experts."""
+    from .models.hf_checkpoint import HFCheckpoint
+
+    if not folder:
+        raise UserError("measure.feed=checkpoint needs measure.checkpoint=FOLDER, a local Hugging Face checkpoint")
+    source = HFCheckpoint(folder, model)
+    if source.unsupported:
+        raise UserError(source.unsupported)
+    return source

@@ -62,7 +62,8 @@ class Stack:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
         most = max_home_tokens(run)
-        self.feed: Feed = make_feed(context, measure["feed"], run.model, run.heldout, int(run.cfg["seed"]))
+        seed, folder = int(run.cfg["seed"]), measure.get("checkpoint")
+        self.feed: Feed = make_feed(context, measure["feed"], run.model, run.heldout, seed, folder)
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
         staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
         self.transport = open_transport(context, run.cfg["transport"]["name"], staged)

@@ -1,0 +1,227 @@
+"""MoE layers read from tiny sharded checkpoints in every naming compute what transformers' own blocks compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from harness.feeds import open_checkpoint  # noqa: E402
+from harness.layer import build_layers  # noqa: E402
+from harness.models.hf_checkpoint import INDEX, NAMINGS, HFCheckpoint  # noqa: E402
+from harness.reference.gate import Gating  # noqa: E402
+from harness.transport.virtual import run_virtual  # noqa: E402
+from semmoe.dispatch import DispatchSpec  # noqa: E402
+from semmoe.errors import UserError  # noqa: E402
+from semmoe.hf_config import model_from_hf_config  # noqa: E402
+from semmoe.placement.base import Placement  # noqa: E402
+from semmoe.specs import ModelSpec  # noqa: E402
+
+EXPERTS, TOP_K, HIDDEN = 8, 3, 32
+COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": 61,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": EXPERTS}),
+    "olmoe": ("OlmoeConfig", {"num_experts": EXPERTS, "norm_topk_prob": False}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": EXPERTS, "head_dim": 8}),
+}
+RUNS = [family for family in FAMILIES if family != "gpt_oss"]
+
+
+def write(family: str, folder: Path) -> Any:
+    """A random model of this family, written by transformers in many small shards."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**(COMMON | settings))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mlp" in name:
+                parameter.normal_(std=0.3)  # wide gates: no ties; biases other than zero
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def blocks(model: Any) -> list[Any]:
+    parts = [getattr(layer, "block_sparse_moe", None) or layer.mlp for layer in model.model.layers]
+    return [block for block in parts if hasattr(block, "experts")]
+
+
+def routed_part(block: Any, x_TH: Any) -> Any:
+    """What transformers' block adds for the routed experts."""
+    with torch.no_grad():
+        whole = block(x_TH[None])
+        whole = (whole[0] if isinstance(whole, tuple) else whole)[0]
+        shared = getattr(block, "shared_experts", None)
+        return whole if shared is None else whole - shared(x_TH)
+
+
+def layer_outputs(transport: Any, source: HFCheckpoint, model: ModelSpec, x_TH: Any) -> list[Any]:
+    """All MoE layers on this rank's half of the tokens, experts dealt to the ranks in turn."""
+    slots = [e for r in range(2) for e in range(r, model.num_experts, 2)]
+    table_LP = np.array([slots] * model.num_moe_layers, dtype=np.int32)
+    placement = Placement(table_LP, 2, model.layer_ids, model.num_experts)
+    spec = DispatchSpec(
+        flow="dp", dispatcher="a2a_dedup", hidden=model.hidden, top_k=model.top_k, activation_dtype="fp32"
+    )
+    layers = build_layers(transport, spec, placement, source, Gating.of(model))
+    mine_nH = x_TH.chunk(2)[transport.rank]
+    return [layer.forward(mine_nH).y for layer in layers]
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_layers_of_a_sharded_checkpoint_compute_what_transformers_computes(family: str, tmp_path: Path) -> None:
+    theirs = write(family, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    model = model_from_hf_config(tmp_path)
+    x_TH = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
+    outputs = run_virtual(2, lambda t: layer_outputs(t, HFCheckpoint(tmp_path, model), model, x_TH))
+    assert model.num_moe_layers == len(blocks(theirs)) >= 2
+    for layer, block in enumerate(blocks(theirs)):
+        want_TH = routed_part(block, x_TH)
+        got_TH = torch.cat([of_rank[layer] for of_rank in outputs])
+        torch.testing.assert_close(got_TH, want_TH, rtol=1e-4, atol=1e-4)
+        assert want_TH.abs().max() > 0.05, "the comparison must not be one of zeros"
+
+
+def test_gpt_oss_experts_come_apart_and_are_refused_by_the_layer_in_words(tmp_path: Path) -> None:
+    theirs = write("gpt_oss", tmp_path)
+    model = model_from_hf_config(tmp_path)
+    source, gating = HFCheckpoint(tmp_path, model), Gating.of(model)
+    limit, alpha = 7.0, 1.702  # of the published config
+    x_TH = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for layer, block in enumerate(blocks(theirs)):
+        bias_E = source.gate_bias_E(layer)
+        assert bias_E is not None and bias_E.abs().min() > 0
+        score_TE = gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer), bias_E))
+        experts_Tk = gating.choose(score_TE)
+        weights_Tk = gating.weights(score_TE, experts_Tk)
+        got_TH = torch.zeros_like(x_TH)
+        for expert in range(EXPERTS):
+            w13, b13, w2, b2 = source.biased_expert(layer, expert)
+            token, choice = (experts_Tk == expert).nonzero(as_tuple=True)
+            gate, up = torch.nn.functional.linear(x_TH[token], w13, b13).chunk(2, dim=-1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            rows = torch.nn.functional.linear((up + 1) * gate * torch.sigmoid(alpha * gate), w2, b2)
+            got_TH.index_add_(0, token, rows * weights_Tk[token, choice, None])
+        torch.testing.assert_close(got_TH, routed_part(block, x_TH), rtol=1e-4, atol=1e-4)
+    for refused in (lambda: open_checkpoint(str(tmp_path), model), lambda: source.expert(0, 0)):
+        with pytest.raises(UserError, match="gpt_oss experts have biases and a clamped activation"):
+            refused()
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    write("mixtral", folder)
+    return folder
+
+
+TENSOR = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+
+
+def damaged(source: Path, folder: Path, change: Any, tensor: str = TENSOR) -> Path:
+    """A copy of a checkpoint in which change(tensors of the shard that holds `tensor`) was applied; that shard."""
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][tensor]
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard)
+    return shard
+
+
+def read_all(folder: Path) -> None:
+    model = model_from_hf_config(folder)
+    source = HFCheckpoint(folder, model)
+    for layer in range(model.num_moe_layers):
+        source.gate_EH(layer)
+        for expert in range(model.num_experts):
+            source.expert(layer, expert)
+
+
+def test_a_bad_tensor_is_one_error_that_names_its_file(mixtral: Path, tmp_path: Path) -> None:
+    read_all(mixtral)
+    cases: list[tuple[str, Any, str]] = [
+        ("lost", lambda t: t.pop(TENSOR), "is missing, although model.safetensors.index.json places it there"),
+        ("nan", lambda t: t[TENSOR][3, 1].fill_(float("nan")), "holds NaN or infinite values"),
+        ("shape", lambda t: t.update({TENSOR: torch.zeros(24, 31)}), "has shape [24, 31]"),
+        ("quantised", lambda t: t.update({TENSOR: torch.zeros(24, 32, dtype=torch.int8)}), "quantised"),
+    ]
+    for name, change, words in cases:
+        (tmp_path / name).mkdir()
+        shard = damaged(mixtral, tmp_path / name, change)
+        with pytest.raises(UserError) as caught:
+            read_all(tmp_path / name)
+        assert f"{shard}: tensor {TENSOR} " in str(caught.value) and words in str(caught.value)
+
+
+def test_an_incomplete_checkpoint_is_refused_before_any_weight_is_read(mixtral: Path, tmp_path: Path) -> None:
+    shard = damaged(mixtral, tmp_path, lambda t: None)
+    model = model_from_hf_config(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["weight_map"][TENSOR]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"{INDEX}: tensor {TENSOR} is missing"):
+        HFCheckpoint(tmp_path, model)
+    index["weight_map"][TENSOR + "_blocks"] = shard.name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is in MXFP4"):
+        HFCheckpoint(tmp_path, model)
+    index["weight_map"][TENSOR] = shard.name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(UserError, match=f"{shard}: not a readable safetensors file"):
+        read_all(tmp_path)
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard}: no such file"):
+        read_all(tmp_path)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(UserError, match="holds neither"):
+        HFCheckpoint(tmp_path, model)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="model_type 'llama'; this reader knows " + ", ".join(NAMINGS)):
+        HFCheckpoint(tmp_path, model)
+    with pytest.raises(UserError, match=r"needs measure\.checkpoint=FOLDER"):
+        open_checkpoint(None, model)
