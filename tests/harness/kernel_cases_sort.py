@@ -26,3 +26,22 @@ def check_ranking(cases: list[tuple[int, int, str, int]]) -> None:
         got, expected = rank_tokens(owner_T, ranks, programs), ranking.rank_tokens_by_sort(owner_T, ranks)
         assert same(got, expected), (tokens, ranks, kind)
     assert rank_tokens(owner_T.to(torch.int32), ranks).perm_T.equal(expected.perm_T)
+
+
+def check_alignment(cases: list[tuple[int, int, int, int]]) -> None:
+    from harness.kernels.align import moe_align
+    from harness.reference import align
+
+    for assignments, slots, block_m, programs in cases:
+        slot_A = torch.randint(-1, slots, (assignments,), generator=torch.Generator().manual_seed(assignments))
+        slot_A[slot_A == slots // 2] = -1  # an expert that is absent
+        got, (sorted_P, block_slot_B) = (
+            moe_align(slot_A, slots, block_m, programs),
+            align.moe_align(slot_A, slots, block_m),
+        )
+        blocks = int(got.blocks_1)
+        assert blocks == len(block_slot_B) <= got.most_blocks
+        assert slots // 2 not in got.block_slot_B[:blocks]
+        assert torch.equal(got.block_slot_B[:blocks], block_slot_B)
+        assert torch.equal(got.sorted_P[: blocks * block_m], sorted_P)
+        assert torch.equal(got.counts_S.long(), torch.bincount(slot_A[slot_A >= 0], minlength=slots))

@@ -11,7 +11,7 @@ import torch
 from kernel_cases_sort import owners, same
 from rank_processes import rank_processes
 
-from harness.reference import ranking
+from harness.reference import align, ranking
 from semmoe.schedule.base import Plan
 
 
@@ -50,3 +50,30 @@ def test_an_unstable_order_would_be_seen() -> None:
     )
     assert torch.equal(owner_T[unstable.perm_T], owner_T.sort().values)
     assert not same(unstable, ranking.rank_tokens(owner_T, 4))
+
+
+def test_alignment_kernel_makes_blocks_of_present_experts_only() -> None:
+    cases = [(0, 4, 4, 64), (1, 4, 4, 64), (6, 3, 2, 64), (100, 5, 16, 64), (1500, 60, 16, 64), (700, 64, 16, 2)]
+    on_first(kernel_cases_sort.check_alignment, cases)
+
+
+def test_worked_example_of_the_alignment() -> None:
+    sorted_P, block_slot_B = align.moe_align(torch.tensor([2, 0, -1, 2, 2]), 3, 2)
+    assert sorted_P.tolist() == [1, 5, 0, 3, 4, 5] and block_slot_B.tolist() == [0, 2, 2]
+
+
+def test_no_list_of_slots_needs_more_blocks_than_are_reserved() -> None:
+    """Worst case: one assignment alone in every slot but one; a bound one lower would not do."""
+    for assignments, slots, block_m in ((9, 4, 4), (3, 8, 16), (64, 8, 8), (0, 4, 4)):
+        slot_A = torch.cat([torch.arange(min(assignments, slots)), torch.zeros(max(assignments - slots, 0))]).long()
+        needed = len(align.moe_align(slot_A, slots, block_m)[1])
+        most = present_and_full(assignments, slots, block_m)
+        assert needed == most and all(
+            len(align.moe_align(torch.randint(0, slots, (assignments,)), slots, block_m)[1]) <= most for _ in range(20)
+        )
+
+
+def present_and_full(assignments: int, slots: int, block_m: int) -> int:
+    from harness.kernels.align import most_blocks
+
+    return most_blocks(assignments, slots, block_m)
