@@ -148,7 +148,8 @@ class ClusterSpec:
     gbps = 10^9 bytes per second, per rank and direction. `cores` > 0 marks a CPU machine whose ranks share that many
     cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py),
-    `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `provenance`
+    `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
+    measured tables of attention kernels (simulator/cost/attention.py names their keys), `provenance`
     the source per field.
     """
 
@@ -176,11 +177,13 @@ class ClusterSpec:
     expert_grid: tuple[tuple[float, float, float], ...] = ()
     expert_grid_shape: tuple[int, ...] = ()
     deepep: dict[str, Any] = field(default_factory=dict)
+    attention: tuple[dict[str, Any], ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         curves = tuple(c if isinstance(c, Curve) else Curve(**c) for c in self.curves)
         object.__setattr__(self, "curves", curves)
+        object.__setattr__(self, "attention", tuple(self.attention))
         object.__setattr__(self, "expert_grid", tuple(tuple(float(x) for x in row) for row in self.expert_grid))
         object.__setattr__(self, "expert_grid_shape", tuple(int(x) for x in self.expert_grid_shape))
         if self.nodes < 1 or self.ranks_per_node < 1:

@@ -24,6 +24,16 @@ AIC = "ai-dynamo/aiconfigurator@095f58a5"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
 QWEN3 = (2048, 768)  # hidden and FFN width of the measured experts
 DEEPEP_SHAPE = {"ep_size": 8, "hidden_size": 2048, "num_topk": 8, "num_experts": 128}
+ATTENTION_FILES = {
+    "gqa": ("attention_gqa_32q4kv_hd128_bf16.csv", 32, 4),
+    "mla": ("attention_mla_16heads_bf16.csv", 16, 16),
+}
+ATTENTION = {  # source of each kind's table
+    "a100_sxm": {"gqa": "sglang/0.5.10", "mla": "vllm/0.14.0"},
+    "h100_sxm": {"gqa": "vllm/0.24.0", "mla": "sglang/0.5.14"},
+    "h200_sxm": {"gqa": "vllm/0.24.0", "mla": "sglang/0.5.14"},
+    "b200_sxm": {"gqa": "vllm/0.24.0", "mla": "sglang/0.5.14"},
+}
 # H200, vLLM Triton, BF16, EP1, balanced: (tokens, us), as transcribed in the project's notes from [1]
 H200_MOE = ((1, 40.0), (16, 305.0), (128, 316.0), (1024, 406.0), (4096, 691.0), (16384, 2463.0))
 
@@ -157,6 +167,13 @@ def build(preset: Preset, data: Path) -> dict[str, Any]:
         said[name] = why
     raw["host_us"] = {"attention": _attention_floor(preset, data), "step": 200.0}
     said["host_us"] = "attention: smallest measured kernel time where a table exists, else 12; step: assumed"
+    tables = _attention(preset, data)
+    if tables:
+        raw["attention"] = tables
+        said["attention"] = (
+            f"measured [1] {AIC}: {', '.join(sorted(set(ATTENTION[_chip(preset)].values())))}; other "
+            "shapes and the projections by roofline"
+        )
     if preset.deepep:
         raw["deepep"] = _deepep(preset.deepep, data)
         said["deepep"] = f"measured [1] {AIC}, DeepEP low latency, EP8, hidden 2048, top-8 of 128, FP8 out, BF16 back"
@@ -189,11 +206,30 @@ def _experts(preset: Preset, data: Path, raw: dict[str, Any], said: dict[str, st
     )
 
 
+def _chip(preset: Preset) -> str:
+    """System of the attention tables whose compute a preset has."""
+    return {"h800_sxm": "h100_sxm", "a100_sxm_80g": "a100_sxm"}.get(preset.hardware, preset.hardware)
+
+
 def _attention_floor(preset: Preset, data: Path) -> float:
     table = pd.read_csv(data / "attention_mla_16heads_bf16.csv")
-    system = {"h800_sxm": "h100_sxm", "a100_sxm_80g": "a100_sxm"}.get(preset.hardware, preset.hardware)
-    rows = table[(table.system == system) & (table.source.str.startswith("sglang"))]
+    rows = table[(table.system == _chip(preset)) & (table.source.str.startswith("sglang"))]
     return 12.0 if rows.empty else round(float(rows.latency_us.min()), 1)
+
+
+def _attention(preset: Preset, data: Path) -> list[dict[str, Any]]:
+    """Measured prefill and decode of Qwen3-30B's grouped-query heads and of V2-Lite's latent attention."""
+    made = []
+    for kind, source in ATTENTION.get(_chip(preset), {}).items():
+        name, heads, kv_heads = ATTENTION_FILES[kind]
+        table = pd.read_csv(data / name)
+        rows = table[(table.system == _chip(preset)) & (table.source == source)]
+        for phase, word in (("context", "prefill"), ("generation", "decode")):
+            points = rows[rows.phase == phase].groupby(["batch_size", "kv_len"]).latency_us.median().reset_index()
+            shape = {"kind": kind, "phase": word, "heads": heads, "kv_heads": kv_heads, "head_dim": 128}
+            columns = {"batch": points.batch_size, "length": points.kv_len, "us": points.latency_us.round(1)}
+            made.append(shape | {key: column.tolist() for key, column in columns.items()})
+    return made
 
 
 def _deepep(system: str, data: Path) -> dict[str, Any]:

@@ -1,6 +1,11 @@
-"""Attention of one layer by roofline, grouped-query and latent (MLA), prefill and decode. Marked "roofline".
+"""Attention of one layer, grouped-query and latent (MLA), prefill and decode: measured tables, else by roofline.
 
-Projections are dense products. The core of a prefill chunk of c tokens that starts at position s looks at
+Projections are dense products by roofline, always. A cluster may hold tables of measured kernels, `attention`: each with
+its kind ("gqa", "mla"), phase ("prefill", "decode"), heads, kv_heads and head_dim, and lists `batch`, `length`, `us`.
+They rule where a rank has just these heads; a rank's prompts are looked up as equal ones with as many (query, key)
+pairs, its decoding sequences at their mean length. Prefill and decode of one step add up.
+
+Roofline: the core of a prefill chunk of c tokens that starts at position s looks at
 c * s + c * (c + 1) / 2 (query, key) pairs; a decode token at KV length n looks at n keys and streams them from memory.
 MLA decodes in latent space: one row of kv_lora_rank + rope_head_dim per token, shared by all heads.
 """
@@ -12,14 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.errors import UserError
 from semmoe.serving import DECODE, StepPlan
 from semmoe.specs import ClusterSpec, ModelSpec
 
+from .attention_table import AttentionTable
 from .dense import GemmRoofline
 
 Float = NDArray[np.float64]
 PREFILL_MFU = 0.5  # of peak, flash attention at long sequences
 KV_BYTES = 2.0  # bf16 cache
+TABLE_KEYS = ("kind", "phase", "heads", "kv_heads", "head_dim", "batch", "length", "us")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +38,7 @@ class AttentionLoad:
     sequences_G: Float
     prefill_pairs_G: Float
     decode_kv_G: Float
+    decodes_G: Float | None = None  # sequences that decode; None: all, where there is any decode KV
 
     @classmethod
     def of(cls, step: StepPlan, ranks: int) -> AttentionLoad:
@@ -40,7 +49,13 @@ class AttentionLoad:
         rank = step.rank_N
         sums = [
             np.bincount(rank, weights=weight_N, minlength=ranks).astype(np.float64)
-            for weight_N in (count, np.ones_like(count), np.where(decode, 0.0, pairs), np.where(decode, start + 1, 0.0))
+            for weight_N in (
+                count,
+                np.ones_like(count),
+                np.where(decode, 0.0, pairs),
+                np.where(decode, start + 1, 0.0),
+                decode.astype(np.float64),
+            )
         ]
         return cls(*sums)
 
@@ -64,12 +79,44 @@ class AttentionCost:
             self._kv_row_bytes = 2 * max(model.num_kv_heads / attention_tp, 1.0) * model.head_dim * KV_BYTES
             self._decode_flops = self._prefill_flops = 4.0 * heads * model.head_dim
 
+        self._prefill_table = measured(cluster, model, attention_tp, "prefill")
+        self._decode_table = measured(cluster, model, attention_tp, "decode")
+        self.marks = {"roofline"}  # projections
+        if self._prefill_table or self._decode_table:
+            self.marks.add("interpolated")
+
     def time_us(self, load: AttentionLoad) -> Float:
         """Per rank."""
         projections = self.gemm.time_us(load.tokens_G, self.model.attention_params / self.tp, self.model.weight_dtype)
-        prefill = load.prefill_pairs_G * self._prefill_flops / self._flops_per_us
-        decode = load.decode_kv_G * max(
-            self._kv_row_bytes / self._bytes_per_us, self._decode_flops / self._flops_per_us
-        )
         busy = load.tokens_G > 0
-        return np.where(busy, projections + np.maximum(prefill + decode, self._floor_us), 0.0)
+        decodes = np.where(load.decode_kv_G > 0, load.sequences_G, 0.0) if load.decodes_G is None else load.decodes_G
+        core = self._prefill_us(load, load.sequences_G - decodes) + self._decode_us(load, decodes)
+        return np.where(busy, projections + np.maximum(core, self._floor_us), 0.0)
+
+    def _prefill_us(self, load: AttentionLoad, prompts_G: Float) -> Float:
+        if self._prefill_table is None or not prompts_G.any():
+            return load.prefill_pairs_G * self._prefill_flops / self._flops_per_us
+        pairs = load.prefill_pairs_G / np.maximum(prompts_G, 1.0)
+        return self._prefill_table.time_us(prompts_G, (np.sqrt(1 + 8 * pairs) - 1) / 2)  # n prompts of pairs = l(l+1)/2
+
+    def _decode_us(self, load: AttentionLoad, decodes_G: Float) -> Float:
+        if self._decode_table is None or not decodes_G.any():
+            row_us = max(self._kv_row_bytes / self._bytes_per_us, self._decode_flops / self._flops_per_us)
+            return load.decode_kv_G * row_us
+        return self._decode_table.time_us(decodes_G, load.decode_kv_G / np.maximum(decodes_G, 1.0))
+
+
+def measured(cluster: ClusterSpec, model: ModelSpec, attention_tp: int, phase: str) -> AttentionTable | None:
+    """The cluster's table of just this rank's attention, or None."""
+    heads = model.num_heads / attention_tp
+    for raw in cluster.attention:
+        missing = [key for key in TABLE_KEYS if key not in raw]
+        if missing:
+            raise UserError(f"cluster {cluster.name}: an attention table lacks {', '.join(missing)}")
+        same = raw["kind"] == model.attention and raw["phase"] == phase and raw["heads"] == heads
+        if same and model.attention == "gqa":
+            same = raw["kv_heads"] == model.num_kv_heads / attention_tp and raw["head_dim"] == model.head_dim
+        if same:
+            points = zip(raw["batch"], raw["length"], raw["us"], strict=True)
+            return AttentionTable(points, power=2 if phase == "prefill" else 1)
+    return None

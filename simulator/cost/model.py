@@ -42,7 +42,7 @@ class CostModel:
         tp = 1 if spec.flow == "dp" else ep_size
         self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
         self._dense = DenseCost(cluster, model, tp)
-        self._roofline_used = False
+        self._outside_marks: set[str] = set()
 
     def collectives(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
         """Milliseconds per layer of the phases srs, dispatch, combine and sag that the traffic has."""
@@ -66,7 +66,7 @@ class CostModel:
 
     def attention(self, load: AttentionLoad) -> float:
         """Milliseconds of one attention block until the slowest rank is done."""
-        self._roofline_used = True
+        self._outside_marks = self._attention.marks
         return float(slowest(self._attention.time_us(load), self.cluster.cores)) / 1e3
 
     def shared(self, load: AttentionLoad) -> float:
@@ -83,7 +83,7 @@ class CostModel:
     def provenance(self) -> str:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""
         marks = self.network.marks | self.host.marks | {self._experts.provenance}
-        return ", ".join(sorted(marks | ({"roofline"} if self._roofline_used else set())))
+        return ", ".join(sorted(marks | self._outside_marks))
 
     def _scored_LG(self, traffic: Traffic) -> NDArray[np.int64]:
         if self.spec.flow != "tp_replicated":

@@ -98,7 +98,7 @@ def test_a_regression_gives_a_failing_exit_status(tmp_path, monkeypatch, capsys)
 
 
 def test_unknown_options_and_unreadable_data_are_explained(tmp_path):
-    with pytest.raises(UserError, match="no option .did you mean 'data'"):
+    with pytest.raises(UserError, match=r"no option .did you mean 'data'"):
         validate.main(["dat=x"])
     with pytest.raises(UserError, match="no such folder"):
         validate.main([f"data={tmp_path}/none"])
