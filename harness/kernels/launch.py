@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semmoe.errors import UserError
 
+from ..reference.ranking import TokenRanking
 from ..transport.base import PeerTransport
 from ..transport.plan import ShufflePlan
 from .sag import sag_kernel
@@ -50,26 +51,40 @@ def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int
     )
 
 
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """RMSNorm fused into SRS: weight_H multiplies, rows go to out_NH [>= counts[rank], H]."""
+
+    weight_H: Tensor
+    out_NH: Tensor
+    eps: float = 1e-6
+
+
 def launch_srs(
     x_table_G: Tensor,
     like_TH: Tensor,
-    plan: ShufflePlan,
+    plan: ShufflePlan | TokenRanking,
     rank: int,
     residual_TH: Tensor | None = None,
     out_NH: Tensor | None = None,
     barrier: BarrierState | None = None,
     exit_barrier: bool = False,
     blocks: int = BLOCKS,
+    norm: RMSNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rows [counts[rank], H], int32 [W] rows pulled from each rank as the kernel counted them).
+
+    With a TokenRanking, whose counts stay on the device, the rows come as [T, H], undefined from counts[rank] on.
 
     x_table_G: addresses of X [T, H], contiguous, dtype and width of like_TH. out_NH: where to write (rows beyond
     counts[rank] stay as they are), default a new tensor. barrier: wait for the peers inside the kernel.
     """
     ranks, hidden = len(x_table_G), like_TH.shape[1]
-    out = like_TH.new_empty(plan.counts_G[rank], hidden) if out_NH is None else out_NH
-    if len(out) < plan.counts_G[rank]:
-        raise ValueError(f"out has {len(out)} rows, rank {rank} gets {plan.counts_G[rank]}")
+    rows = plan.counts_G[rank] if isinstance(plan, ShufflePlan) else plan.tokens
+    out = like_TH.new_empty(rows, hidden) if out_NH is None else out_NH
+    for tensor in (out,) if norm is None else (out, norm.out_NH):
+        if len(tensor) < rows:
+            raise ValueError(f"out has {len(tensor)} rows, rank {rank} gets {rows}")
     device = like_TH.device
     pulled_G = torch.zeros(ranks, dtype=torch.int32, device=device)
     grid = barrier.blocks if barrier else blocks
@@ -79,26 +94,30 @@ def launch_srs(
         plan.starts_on_device_G,
         plan.counts_on_device_G,
         out if residual_TH is None else residual_TH,
+        out if norm is None else norm.weight_H,
         out,
+        out if norm is None else norm.out_NH,
         pulled_G,
         *_barrier_arguments(barrier, pulled_G, x_table_G),
         rank,
+        0.0 if norm is None else norm.eps,
         H=hidden,
         BLOCK_H=triton.next_power_of_2(hidden),
         W=ranks,
         W_PADDED=triton.next_power_of_2(ranks),
         RESIDUAL=residual_TH is not None,
+        NORM=norm is not None,
         COUNT=True,
         **_barrier_options(barrier, exit_barrier),
         num_warps=8,
     )
-    return out[: plan.counts_G[rank]], pulled_G
+    return out[:rows], pulled_G
 
 
 def launch_sag(
     z_table_G: Tensor,
     like_NC: Tensor,
-    plan: ShufflePlan,
+    plan: ShufflePlan | TokenRanking,
     rank: int = 0,
     out_TC: Tensor | None = None,
     barrier: BarrierState | None = None,

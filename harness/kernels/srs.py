@@ -1,10 +1,14 @@
 """SRS kernel: reduce-scatter of partial sums, pulled row by row in the order of the rank's tokens.
 
     out[i] = sum over r of X_r[perm[starts[rank] + i]]  (+ residual[the same token])      i < counts[rank]
+    normed[i] = out[i] * rsqrt(mean(out[i] ** 2) + eps) * norm_weight                     where NORM
 
 X_r [T, H] of rank r is found through `x_table`, int64 addresses [W]. Every element is read once from each peer and
 written once; sums are fp32 and in rank order, so the result does not depend on the rank that computes it. Any counts
 are exact, also 0 and T; rows of `out` from counts[rank] on are not touched.
+
+The row that is normalised is `out[i]` as stored, so that fused and separate RMSNorm see the same values: what follows
+attention (residual, norm, gate) costs one more row written and none read.
 
 Worked example, W = 2, T = 3, perm [1, 0, 2], starts [0, 1], counts [1, 2], rank 1: out[0] = X_0[0] + X_1[0],
 out[1] = X_0[2] + X_1[2].
@@ -29,17 +33,21 @@ def srs_kernel(
     starts,
     counts,
     residual,
+    norm_weight,
     out,
+    normed,
     pulled,
     pad_table,
     epochs,
     status,
     rank,
+    eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     W: tl.constexpr,
     W_PADDED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
     COUNT: tl.constexpr,
     SYNC: tl.constexpr,
     EXIT: tl.constexpr,
@@ -68,7 +76,13 @@ def srs_kernel(
         if RESIDUAL:
             total += tl.load(residual + token * H + col, mask=inside, other=0.0).to(tl.float32)
         row = i.to(tl.int64)
-        tl.store(out + row * H + col, total.to(out.dtype.element_ty), mask=inside)
+        stored = total.to(out.dtype.element_ty)
+        tl.store(out + row * H + col, stored, mask=inside)
+        if NORM:
+            total = stored.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(total * total, axis=0) / H + eps)
+            weight = tl.load(norm_weight + col, mask=inside, other=0.0).to(tl.float32)
+            tl.store(normed + row * H + col, (total * scale * weight).to(out.dtype.element_ty), mask=inside)
         rows += 1
         i += tl.num_programs(0)
     if COUNT:

@@ -42,3 +42,10 @@ def sag(peers_G: Sequence[Tensor], plan: ShufflePlan) -> tuple[Tensor, list[int]
         out_TC[plan.mine_T(rank)] = rows_nC
         pulled_G.append(len(rows_nC))
     return out_TC, pulled_G
+
+
+def rms_norm(rows_nH: Tensor, weight_H: Tensor, eps: float = 1e-6) -> Tensor:
+    """rows / sqrt(mean(rows ** 2) + eps) * weight, in fp32, then the rows' dtype."""
+    rows = rows_nH.float()
+    scale_n1 = (rows.square().mean(dim=1, keepdim=True) + eps).rsqrt()
+    return (rows * scale_n1 * weight_H.float()).to(rows_nH.dtype)

@@ -77,6 +77,29 @@ def check_residual() -> None:
         assert torch.equal(rows[:, 0], 3 + plan.mine_T(rank).float())
 
 
+def check_norm() -> None:
+    """SRS with residual and RMSNorm is SRS, then RMSNorm; rows of other ranks stay NaN; the plan may stay on the device."""
+    from harness.kernels.launch import RMSNorm, launch_srs
+    from harness.reference.ranking import rank_tokens
+
+    plan = plan_of([3, 0, 6])
+    made = torch.Generator().manual_seed(3)
+    x_GTH, residual_TH = torch.randn(3, 9, HIDDEN, generator=made), torch.randn(9, HIDDEN, generator=made)
+    weight_H = torch.rand(HIDDEN, generator=made)
+    for rank in range(3):
+        expected, _ = shuffle.srs(list(x_GTH), plan, rank, residual_TH)
+        for ours in (plan, rank_tokens(plan.owner_T, 3)):
+            normed = RMSNorm(weight_H, torch.full((9, HIDDEN), torch.nan), 1e-5)
+            table, count = address_table(list(x_GTH)), len(expected)
+            rows, _ = launch_srs(table, x_GTH[0], ours, rank, residual_TH, blocks=2, norm=normed)
+            assert torch.equal(rows[:count], expected)
+            torch.testing.assert_close(normed.out_NH[:count], shuffle.rms_norm(expected, weight_H, 1e-5))
+            torch.testing.assert_close(
+                normed.out_NH[:count], torch.nn.functional.rms_norm(expected, (HIDDEN,), weight_H, 1e-5)
+            )
+            assert normed.out_NH[count:].isnan().all()
+
+
 def check_virtual_barrier_refused() -> None:
     from harness.kernels.launch import make_barrier
     from harness.transport.virtual import run_virtual
@@ -155,7 +178,7 @@ def print_ptx() -> None:
     for architecture, sync in ((80, False), (80, True), (90, False), (90, True)):
         barrier = {"W": 8, "W_PADDED": 8, "COUNT": True, "SYNC": sync, "EXIT": False, "SPIN_LIMIT": 0}
         suffix = f"{'synced' if sync else 'alone'}-{architecture}"
-        srs = {"H": 2048, "BLOCK_H": 2048, "RESIDUAL": False, **barrier}
+        srs = {"H": 2048, "BLOCK_H": 2048, "RESIDUAL": False, "NORM": False, **barrier}
         found[f"srs-{suffix}"] = _ptx(srs_kernel, srs, architecture)
         found[f"sag-{suffix}"] = _ptx(sag_kernel, {"C": 2048, "BLOCK_C": 2048, **barrier}, architecture)
     found["unhinted-alone-90"] = _ptx(_unhinted_kernel(), {"C": 2048}, 90)
@@ -170,9 +193,10 @@ def _unhinted_kernel() -> Any:
 
 TYPES = {
     **dict.fromkeys(("x_table", "z_table", "perm", "starts", "counts", "owner", "slot", "pad_table"), "*i64"),
-    **dict.fromkeys(("residual", "out"), "*bf16"),
+    **dict.fromkeys(("residual", "out", "norm_weight", "normed"), "*bf16"),
     **dict.fromkeys(("pulled", "epochs", "status"), "*i32"),
     **dict.fromkeys(("rank", "tokens"), "i32"),
+    "eps": "fp32",
 }
 
 

@@ -84,6 +84,10 @@ def test_the_residual_is_added_to_the_rows_of_its_tokens() -> None:
     on_first(kernel_cases.check_residual)
 
 
+def test_the_norm_fused_into_srs_is_the_norm_of_its_rows() -> None:
+    on_first(kernel_cases.check_norm)
+
+
 def test_virtual_ranks_may_not_wait_inside_a_kernel() -> None:
     on_first(kernel_cases.check_virtual_barrier_refused)
 
