@@ -152,15 +152,16 @@ def _replay_equal(simulated: pd.DataFrame, measured: pd.DataFrame, same: pd.Data
         return "-"
     if same.empty:
         return "other steps"
-    for row in same.itertuples():
-        twins = simulated if row.workload == "batches" else simulated[simulated.steps_file == row.steps_file]
-        for twin in twins.itertuples():
-            pairs = [(n, getattr(twin, n), getattr(row, n)) for n in ("tokens", "steps", *COUNTED)]
-            pairs += [(n, getattr(twin, f"{n}_replayed"), getattr(row, f"{n}_measured")) for n in LOCALITY]
-            pairs += [(n, getattr(twin, n), getattr(row, n)) for n in ("lar_per_layer", "fan_out_per_layer")]
-            for name, ours, theirs in pairs:
-                if not (ours == theirs or (pd.isna(ours) and pd.isna(theirs))):
-                    return f"no ({name})"
+    pairs = {name: name for name in ("tokens", "steps", *COUNTED, "lar_per_layer", "fan_out_per_layer")}
+    pairs |= {f"{name}_replayed": f"{name}_measured" for name in LOCALITY}
+    ours = simulated[["steps_file", *pairs]].to_dict("records")
+    for row in same[["workload", "steps_file", *pairs.values()]].to_dict("records"):
+        for twin in ours:
+            if row["workload"] != "batches" and twin["steps_file"] != row["steps_file"]:
+                continue
+            for a, b in pairs.items():
+                if not (twin[a] == row[b] or (pd.isna(twin[a]) and pd.isna(row[b]))):
+                    return f"no ({b.removesuffix('_measured')})"
     return "yes"
 
 

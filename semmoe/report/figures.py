@@ -36,6 +36,7 @@ from .draw import (
 
 PHASES = {"plan": GREY, "gate": YELLOW, "permute": PURPLE, "srs": SKY, "dispatch": BLUE, "experts": GREEN,
           "combine": ORANGE, "sag": RED, "other": "#BBBBBB"}  # fmt: skip
+LEGEND_LINES = 24  # more lines than this cannot be told apart: they show the spread alone
 THREE = (("planned", ORANGE, ""), ("replayed", SKY, "...."), ("measured", BLUE, "////"))
 
 
@@ -183,8 +184,10 @@ def _three(comparison: Comparison, name: str, label: str) -> Any:
 
 
 def per_layer(comparison: Comparison) -> Any:
-    """LAR and fan-out of every MoE layer: measured, or replayed where nothing was measured."""
-    figure, (left, right) = subplots(1, 2, figsize=(WIDTH_IN, 3.6))
+    """LAR and fan-out of every MoE layer: measured, or replayed where nothing was measured. Beyond 24 configurations the lines show their spread alone; the table has the figures."""  # noqa: E501
+    count = len(comparison.table)
+    legend_in = 0.09 * count + 0.2 if count <= LEGEND_LINES else 0.0
+    figure, (left, right) = subplots(1, 2, figsize=(WIDTH_IN, 3.0 + legend_in))
     colours = [BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK]
     drawn = False
     for i, (name, line) in enumerate(zip(labels(comparison.table), comparison.table.itertuples(), strict=True)):
@@ -206,7 +209,8 @@ def per_layer(comparison: Comparison) -> Any:
     for axes, label in ((left, "local activation rate"), (right, "fan-out (remote ranks a token)")):
         axes.set(xlabel="MoE layer", ylabel=label, ylim=(0, None))
         axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7.5)
+    if legend_in:
+        figure.legend(loc="outside lower center", ncols=2, fontsize=7.5)
     return figure if drawn else None
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from .. import __version__
 from ..compare import Comparison
@@ -29,12 +32,15 @@ def write_report(comparison: Comparison, path: str | Path, title: str, command: 
     path = Path(path)
     folder = path.parent / "figures"
     sections = []
-    for name, entry in FIGURES.items():
+    bar = tqdm(FIGURES.items(), desc="figures", delay=2, disable=not sys.stderr.isatty(), leave=False)
+    for name, entry in bar:
         figure = entry.draw(comparison)
         if figure is None:
             for ending in ("svg", "png"):
                 (folder / f"{name}.{ending}").unlink(missing_ok=True)
             continue
+        figure.draw_without_rendering()  # lays out once; both files then take the same places
+        figure.set_layout_engine("none")
         svg = _svg(figure, name, entry.heading, entry.alt(comparison.table))
         write_atomically(folder / f"{name}.svg", f'<?xml version="1.0" encoding="utf-8"?>\n{svg}')
         _save_png(figure, folder / f"{name}.png")
