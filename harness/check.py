@@ -49,7 +49,7 @@ def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tu
             flips += flipped
         errors_L.append(stack.transport.gather_objects(error)[0])
     worst = int(np.argmax(np.nan_to_num(errors_L, nan=np.inf)))
-    limit = max(TOLERANCE[str(d)] for d in _dtypes(stack))
+    limit = max(TOLERANCE[d] for d in dtypes(stack))
     if not errors_L[worst] <= limit:
         raise UserError(
             f"{stack.spec.flow}/{stack.spec.dispatcher or 'none'}: the output of MoE layer {worst} differs from the "
@@ -60,8 +60,10 @@ def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tu
     return errors_L[worst], share if stack.feed.real else None
 
 
-def _dtypes(stack: Stack) -> set[str | None]:
-    return {stack.spec.activation_dtype, stack.spec.dispatch_dtype, stack.spec.combine_dtype}
+def dtypes(stack: Stack) -> set[str]:
+    """Of everything that rounds on the way through a layer."""
+    named = (stack.spec.activation_dtype, stack.spec.dispatch_dtype, stack.spec.combine_dtype)
+    return {dtype for dtype in named if dtype}
 
 
 def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.ndarray, Tensor]]) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from semmoe.planning import RoutedStep
 from semmoe.results import summary_ms
 
 from .counting import Counter
-from .stack import Stack
+from .stack import Stack, StepResult
 from .timing import PHASES
 
 BOOTSTRAP_DRAWS = 1000
@@ -32,11 +32,15 @@ class RankRecord:
     layer_ns_SL: list[list[int]] = field(default_factory=list)
     laps_ns_SL: list[list[dict[str, int]]] = field(default_factory=list)
     counters_S: list[Counter] = field(default_factory=list)
+    attention_ns_SL: list[list[int]] = field(default_factory=list)  # full_model only
     extra: dict[str, Any] = field(default_factory=dict)
 
     def add(self, stack: Stack, routed: RoutedStep, barrier_each_layer: bool) -> int:
         """Execute a step and record it; returns its nanoseconds, planning included."""
-        result = stack.execute(stack.inputs(routed), barrier_each_layer)
+        return self.keep(stack.execute(stack.inputs(routed), barrier_each_layer), routed, barrier_each_layer)
+
+    def keep(self, result: StepResult, routed: RoutedStep, barrier_each_layer: bool) -> int:
+        """Record an executed step; returns its nanoseconds, planning included."""
         plan_ns = int(routed.planning_s * 1e9)
         step_ns = plan_ns + (sum(result.layer_ns_L) if barrier_each_layer else result.step_ns)
         self.plan_ns_S.append(plan_ns)
@@ -44,6 +48,8 @@ class RankRecord:
         self.layer_ns_SL.append(result.layer_ns_L)
         self.laps_ns_SL.append(result.laps_ns)
         self.counters_S.append(result.counter)
+        if result.attention_ns_L:
+            self.attention_ns_SL.append(result.attention_ns_L)
         return step_ns
 
 
@@ -80,6 +86,9 @@ def time_columns(records: list[RankRecord], planned_per_layer: bool, seed: int =
         if phase_GSL.any():
             columns |= summary_ms(phase, phase_GSL.max(axis=0).ravel())
     columns |= summary_ms("other", np.maximum(layer_GSL - known_GSL, 0.0).max(axis=0).ravel())
+    if records[0].attention_ns_SL:
+        attention_GSL = np.array([r.attention_ns_SL for r in records], dtype=np.float64) / 1e6
+        columns |= summary_ms("attention", attention_GSL.max(axis=0).ravel())
     slowest_SL = layer_GSL.max(axis=0)
     low, high = bootstrap_mean(slowest_SL.mean(axis=1), seed)
     columns |= summary_ms("layer", slowest_SL.ravel()) | {"layer_ms_ci_low": low, "layer_ms_ci_high": high}

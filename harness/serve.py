@@ -7,6 +7,7 @@ hidden states that stand for attention, and gathering counts.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from semmoe.planning import RoutedStep, StepPlanner
 from semmoe.results import summary_ms
 from semmoe.run import Run
 from semmoe.serving import Request, ServingLoop, StepPlan
@@ -22,9 +24,10 @@ from semmoe.steplog import StepLog
 
 from .check import check_step
 from .record import RankRecord, no_collection
-from .stack import Stack
+from .stack import Stack, StepResult
 from .worker import RankContext
 
+Execute = Callable[[StepPlan, RoutedStep], StepResult]  # one step, collective
 COLUMNS = 5  # rank, request, phase, start, count
 LONGEST_NAP_S = 5.0  # between signs of life to the pool
 
@@ -81,12 +84,9 @@ class Server:
 
 def measure_serve(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check and warm up on the first requests' tokens, then serve all requests."""
-    stack, planner = Stack(context, run), run.planner()
+    planner = run.planner()
     token_start_R = np.array([r.token_start for r in run.workload.requests], dtype=np.int64)
-    rows_T, queue_T = _sample_step(run)
-    record = RankRecord(*check_step(stack, routed := planner.route(rows_T, queue_T), stack.inputs(routed)))
-    for _ in range(int(run.cfg["measure"]["warmup"])):
-        stack.execute(stack.inputs(planner.route(rows_T, queue_T)), barrier_each_layer=False)
+    record, execute = (_prepare_full if run.scope == "full_model" else _prepare_layers)(context, run, planner)
     server = Server(run.serving_loop()) if context.rank == 0 else None
     with no_collection():
         dist.barrier()
@@ -96,7 +96,8 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
             plan = _broadcast_plan(server.next_plan(context) if server else None)
             if plan is None:
                 break
-            step_ns = record.add(stack, planner.route(*plan.token_rows(token_start_R)), barrier_each_layer=False)
+            routed = planner.route(*plan.token_rows(token_start_R))
+            step_ns = record.keep(execute(plan, routed), routed, barrier_each_layer=False)
             slowest = torch.tensor([step_ns], dtype=torch.int64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if server is not None:
@@ -117,6 +118,28 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
             ),
         }
     return record
+
+
+def _prepare_layers(context: RankContext, run: Run, planner: StepPlanner) -> tuple[RankRecord, Execute]:
+    """Scope moe_layers: check and warm up on prompt tokens of the first requests."""
+    stack = Stack(context, run)
+    routed = planner.route(*_sample_step(run))
+    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
+    for _ in range(int(run.cfg["measure"]["warmup"])):
+        stack.execute(stack.inputs(planner.route(*_sample_step(run))), barrier_each_layer=False)
+    return record, lambda plan, routed: stack.execute(stack.inputs(routed), barrier_each_layer=False)
+
+
+def _prepare_full(context: RankContext, run: Run, planner: StepPlanner) -> tuple[RankRecord, Execute]:
+    """Scope full_model: the same for the whole forward pass; the check runs each kind of step once."""
+    from .check_full import check_full
+    from .full_model import FullModel
+
+    full = FullModel(context, run)
+    record = RankRecord(*check_full(full, planner))
+    for _ in range(int(run.cfg["measure"]["warmup"])):
+        check_full(full, planner)
+    return record, full.step
 
 
 def _sample_step(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:

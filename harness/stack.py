@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -43,27 +43,30 @@ class LayerInput:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one rank saw of one step: nanoseconds per layer and per phase and layer, and what it counted."""
+    """What one rank saw of one step: nanoseconds per layer and per phase and layer, and what it counted.
+
+    attention_ns_L: attention blocks, norms included (full_model)."""
 
     layer_ns_L: list[int]
     laps_ns: list[dict[str, int]]
     step_ns: int
     counter: Counter
+    attention_ns_L: list[int] = field(default_factory=list)
 
 
 class Stack:
     """Layers of `run` on this rank, over a transport and a feed that the context keeps from run to run."""
 
+    scope = "moe_layers"
+
     def __init__(self, context: RankContext, run: Run) -> None:
-        measure = run.cfg["measure"]
-        if run.scope != "moe_layers":
-            raise UserError(f"scope={run.scope}: the harness executes the MoE layers only; set scope=moe_layers")
+        if run.scope != self.scope:
+            raise UserError(f"scope={run.scope}: measured with workload=serve only; set scope=moe_layers")
         if context.ranks != run.ep_size:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
         most = max_home_tokens(run)
-        seed, folder = int(run.cfg["seed"]), measure.get("checkpoint")
-        self.feed: Feed = make_feed(context, measure["feed"], run.model, run.heldout, seed, folder)
+        self.feed = self.make_feed()
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
         staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
         self.transport = open_transport(context, run.cfg["transport"]["name"], staged)
@@ -82,6 +85,12 @@ class Stack:
             router,
             most,
         )
+
+    def make_feed(self) -> Feed:
+        """Where hidden states and weights come from. Collective."""
+        run, measure = self.run, self.run.cfg["measure"]
+        seed, folder = int(run.cfg["seed"]), measure.get("checkpoint")
+        return make_feed(self.context, measure["feed"], run.model, run.heldout, seed, folder)
 
     def inputs(self, routed: RoutedStep) -> list[LayerInput]:
         """The inputs of every layer: own tokens in dp; elsewhere this rank's share of a sum over ranks, as
