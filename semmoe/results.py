@@ -111,6 +111,8 @@ def _columns() -> dict[str, Column]:
     for name in SERVED:
         columns[f"{name}_ms"] = Column("float", f"{name} over requests, mean")
         columns |= {f"{name}_ms_p{q}": Column("float", f"{name} over requests, {q}th percentile") for q in QUANTILES}
+    columns["itl_ms"] = Column("float", "time between two output tokens of a request, mean over all tokens")
+    columns |= {f"itl_ms_p{q}": Column("float", f"time between two output tokens, {q}th percentile") for q in QUANTILES}
     columns |= {
         "layer_ms_ci_low": Column("float", "layer_ms, lower end of the 95 % bootstrap interval"),
         "layer_ms_ci_high": Column("float", "layer_ms, upper end of the 95 % bootstrap interval"),

@@ -18,11 +18,13 @@ def served_columns(
     finish_ms_R: NDArray[np.floating],
     preemptions: int,
     slo: Mapping[str, float],
+    itl_ms: NDArray[np.floating] | None = None,
 ) -> dict[str, Any]:
     """ttft, tpot, e2e, throughput and goodput. Times count from a request's arrival; NaN: not reached.
 
     tpot = (finish - first token) / (output tokens - 1), of requests with more than one output token. The span of the
     throughput runs from the first arrival to the last finish. slo: ttft_ms and tpot_ms, both met for goodput.
+    itl_ms: gaps between output tokens of all requests (ServingLoop.itl_ms); a preempted request shows as a long one.
     """
     arrival_ms_R = np.array([r.arrival_ms for r in requests])
     output_R = np.array([r.output_len for r in requests])
@@ -38,6 +40,7 @@ def served_columns(
         **summary_ms("ttft", ttft_ms_R),
         **summary_ms("tpot", tpot_ms_R),
         **summary_ms("e2e", e2e_ms_R),
+        **summary_ms("itl", [] if itl_ms is None else itl_ms),
         **{name: float(value) for name, value in rates.items()},
         "preemptions": int(preemptions),
     }

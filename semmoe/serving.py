@@ -129,10 +129,12 @@ class ServingLoop:
         self.computed_R = np.zeros(count, dtype=np.int64)  # tokens in the KV cache
         self.produced_R = np.zeros(count, dtype=np.int64)  # output tokens sampled
         self.first_token_ms_R = np.full(count, np.nan)
+        self.last_token_ms_R = np.full(count, np.nan)
         self.finish_ms_R = np.full(count, np.nan)
         self.kv_used_G = np.zeros(queues, dtype=np.int64)
         self.preemptions = 0
         self.steps = 0
+        self._gaps_ms: list[NDArray[np.float64]] = []
         self._pending: list[int] = []
         self._in_flight: StepPlan | None = None
         self._now_ms = self._step_start_ms = 0.0
@@ -147,6 +149,10 @@ class ServingLoop:
     def unfinished(self) -> int:
         """Requests that have not ended, those that have not arrived included."""
         return self._unfinished
+
+    def itl_ms(self) -> NDArray[np.float64]:
+        """Inter-token latencies so far: time between one output token of a request and its next, all requests."""
+        return np.concatenate(self._gaps_ms) if self._gaps_ms else np.zeros(0)
 
     def submit(self, request: Request, now_ms: float) -> None:
         """Hand in a request; it takes part from the next step on."""
@@ -199,6 +205,9 @@ class ServingLoop:
         np.add.at(self.kv_used_G, step.rank_N, step.count_N)
         sampled = ids[self.computed_R[ids] >= self.prompt_R[ids] + self.produced_R[ids]]
         self.produced_R[sampled] += 1
+        gaps_ms = self._now_ms - self.last_token_ms_R[sampled]
+        self._gaps_ms.append(gaps_ms[~np.isnan(gaps_ms)])
+        self.last_token_ms_R[sampled] = self._now_ms
         new = sampled[np.isnan(self.first_token_ms_R[sampled])]
         self.first_token_ms_R[new] = self._now_ms
         over = sampled[self.produced_R[sampled] >= self.output_R[sampled]].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from semmoe.results import TIMED, summary_ms
 from semmoe.rows import locality_columns
 from semmoe.run import Run
 from semmoe.served import served_columns
+from semmoe.serving import ServingLoop
 from semmoe.specs import check_fits
 from semmoe.steplog import StepLog, step_log_path
 
@@ -33,10 +35,15 @@ def simulate(run: Run) -> dict[str, Any]:
     else:
         loop = run.serving_loop()
         timeline = simulate_serving(loop, timer, show=True)
-        row |= served_columns(loop.requests, loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions, run.cfg["slo"])
+        row |= served(loop, run.cfg["slo"])
     return (
         row | locality_columns(timeline.meter, "replayed") | time_columns(timeline) | {"provenance": told(timer, run)}
     )
+
+
+def served(loop: ServingLoop, slo: Mapping[str, float]) -> dict[str, Any]:
+    """Serving columns of a finished loop."""
+    return served_columns(loop.requests, loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions, slo, loop.itl_ms())
 
 
 def step_timer(run: Run) -> StepTimer:

@@ -1,0 +1,137 @@
+"""Throughput under SLO: the largest request rate at which a served configuration keeps its latency objectives.
+
+    python -m simulator.slo [slo=paper|absolute] [tolerance=0.02] [key=value ...]
+
+Found by bisection over the rate of the workload's arrivals, whose pattern stays the same (one seed), only faster.
+
+    paper      TTFT and TPOT of the slowest tenth (p90) within 5 x those of the lightest load, requests one at a time
+    absolute   TTFT and TPOT (p90) within slo.ttft_ms and slo.tpot_ms of the configuration
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from semmoe.errors import UserError
+from semmoe.run import Run, RunBuilder
+
+PAPER_FACTOR = 5.0
+MOST_DOUBLINGS = 40
+BURST = 4  # offered over finished requests a second at which all arrive in one burst: faster changes nothing
+Serve = Callable[[float], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Bounds on the 90th percentiles. A row meets it when neither is above; a row without TPOT needs TTFT only."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def met(self, row: Mapping[str, Any]) -> bool:
+        return row["ttft_ms_p90"] <= self.ttft_ms and not row.get("tpot_ms_p90", 0.0) > self.tpot_ms
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """rate_rps: the largest offered rate found that meets the objective, 0 where none does. throughput_rps: requests
+    finished a second at it. bounded: whether a larger rate was seen to fail; if not, the workload is too short to tell.
+    trials: (rate, met) in the order tried."""
+
+    rate_rps: float
+    throughput_rps: float
+    objective: Objective
+    bounded: bool
+    trials: tuple[tuple[float, bool], ...] = field(default=())
+
+
+def throughput_under_slo(
+    serve: Serve, objective: Objective, start_rps: float = 1.0, tolerance: float = 0.02
+) -> Capacity:
+    """Double (or halve) the rate until the objective breaks (or holds), then bisect to within `tolerance` of the rate."""
+    if not (start_rps > 0 and 0 < tolerance < 1):
+        raise UserError(f"start_rps={start_rps} must be positive and tolerance={tolerance} between 0 and 1")
+    trials: list[tuple[float, bool]] = []
+    rows: dict[float, Mapping[str, Any]] = {}
+
+    def holds(rate: float) -> bool:
+        rows[rate] = serve(rate)
+        trials.append((rate, objective.met(rows[rate])))
+        return trials[-1][1]
+
+    step = 2.0 if holds(start_rps) else 0.5
+    good, bad, rate = (start_rps, None, start_rps) if step > 1 else (None, start_rps, start_rps)
+    for _ in range(MOST_DOUBLINGS):
+        rate *= step
+        if holds(rate):
+            good = rate
+            if rows[rate]["throughput_rps"] < rate / BURST:
+                break
+        else:
+            bad = rate
+        if (good if step < 1 else bad) is not None:
+            break
+    if good is None:
+        return Capacity(0.0, 0.0, objective, True, tuple(trials))
+    while bad is not None and bad > good * (1 + tolerance):
+        middle = (good * bad) ** 0.5
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return Capacity(good, float(rows[good]["throughput_rps"]), objective, bad is not None, tuple(trials))
+
+
+def server(run: Run) -> Serve:
+    """Serve the run's workload at another rate; the columns of its row."""
+    if run.kind != "serve":
+        raise UserError("throughput under SLO needs workload=serve")
+    from .app import served, step_timer
+    from .engine import simulate_serving
+
+    def at(rate_rps: float) -> Mapping[str, Any]:
+        faster = replace(run, cfg=run.cfg | {"workload": run.cfg["workload"] | {"rate_rps": rate_rps}})
+        loop = faster.serving_loop()
+        simulate_serving(loop, step_timer(faster))
+        return served(loop, run.cfg["slo"])
+
+    return at
+
+
+def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
+    """The paper's objective: `factor` x the mean TTFT and TPOT of requests that are alone on the machine."""
+    row = server(run)(1e-3)
+    return Objective(factor * row["ttft_ms"], factor * row.get("tpot_ms", float("inf")))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one configuration's throughput under SLO and the rates tried."""
+    from semmoe.config import compose_all
+
+    own = {"slo": "paper", "tolerance": "0.02"}
+    given = dict(word.split("=", 1) for word in argv if word.split("=", 1)[0] in own and "=" in word)
+    (config,) = compose_all([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
+    kind = given.get("slo", own["slo"])
+    if kind not in ("paper", "absolute"):
+        raise UserError(f"slo={kind} must be paper or absolute")
+    run = RunBuilder().build(config)
+    limits = config["slo"]
+    objective = lightest_load(run) if kind == "paper" else Objective(float(limits["ttft_ms"]), float(limits["tpot_ms"]))
+    found = throughput_under_slo(server(run), objective, tolerance=float(given.get("tolerance", own["tolerance"])))
+    print(f"objective ({kind}, p90): TTFT {objective.ttft_ms:.2f} ms, TPOT {objective.tpot_ms:.3f} ms")
+    for rate, met in found.trials:
+        print(f"  {rate:10.2f} requests/s  {'met' if met else 'broken'}")
+    words = "" if found.bounded else " (no rate broke it: the workload is too short to find the limit)"
+    print(f"offered {found.rate_rps:.2f} requests/s, finished {found.throughput_rps:.2f} requests/s{words}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"slo: {error}", file=sys.stderr)
+        sys.exit(2)
