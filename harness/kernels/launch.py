@@ -98,7 +98,7 @@ def launch_srs(
         out,
         out if norm is None else norm.out_NH,
         pulled_G,
-        *_barrier_arguments(barrier, pulled_G, x_table_G),
+        *barrier_arguments(barrier, pulled_G, x_table_G),
         rank,
         0.0 if norm is None else norm.eps,
         H=hidden,
@@ -140,7 +140,7 @@ def launch_sag(
         plan.slot_T,
         out,
         pulled_G,
-        *_barrier_arguments(barrier, pulled_G, z_table_G),
+        *barrier_arguments(barrier, pulled_G, z_table_G),
         rank,
         plan.tokens,
         C=width,
@@ -154,7 +154,7 @@ def launch_sag(
     return out[: plan.tokens], pulled_G
 
 
-def _barrier_arguments(barrier: BarrierState | None, any_int32: Tensor, any_table: Tensor) -> tuple[Tensor, ...]:
+def barrier_arguments(barrier: BarrierState | None, any_int32: Tensor, any_table: Tensor) -> tuple[Tensor, ...]:
     """(pad table, epochs, status); without a barrier the kernel never looks at what stands in their place."""
     if barrier is None:
         return any_table, any_int32, any_int32
