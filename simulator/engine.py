@@ -33,11 +33,15 @@ Event = Generator[Any, Any, None]
 
 @dataclass(eq=False)
 class Timeline:
-    """What happened: one LayerTimes a step, in order. `idle_rank_steps`: (step, rank) pairs without a token."""
+    """What happened: one LayerTimes a step, in order, with the time that it started at. `idle_rank_steps`: (step, rank)
+    pairs without a token. `traffic` is kept of the first `keep_traffic` steps only (simulator/timeline_trace.py)."""
 
     meter: LocalityMeter
     steps: list[LayerTimes] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
+    start_ms: list[float] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    keep_traffic: int = 0
     idle_rank_steps: int = 0
     end_ms: float = 0.0
 
@@ -71,6 +75,8 @@ class StepTimer:
         if self._per_node and routed.homes_TL is not None:
             copies = node_copies(routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self._per_node)
         self.timeline.meter.add(traffic)
+        if len(self.timeline.traffic) < self.timeline.keep_traffic:
+            self.timeline.traffic.append(traffic)
         self.timeline.steps.append(time_layers(self.cost, traffic, load, copies))
         return traffic
 
@@ -108,6 +114,7 @@ def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) ->
                 arrived = env.event()
                 yield arrived
                 continue
+            timer.timeline.start_ms.append(float(env.now))
             times = timer.run_plan(step, loop.token_start_R, len(loop.queues))
             yield env.timeout(times.step_ms)
             finished = loop.unfinished
@@ -125,6 +132,7 @@ def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) ->
 def replay(plans: Iterable[StepPlan], token_start_R: NDArray[np.int64], queues: int, timer: StepTimer) -> Timeline:
     """Re-execute logged step plans: the same batches as the logged run formed, with predicted durations."""
     for step in plans:
+        timer.timeline.start_ms.append(timer.timeline.end_ms)
         timer.timeline.end_ms += timer.run_plan(step, token_start_R, queues).step_ms
     return timer.timeline
 
@@ -135,6 +143,7 @@ def simulate_batches(
     """Fixed batches of (rows of the trace, home rank of each row or None), one forward pass each."""
     with progress(None, "batches", show) as bar:
         for rows_T, queue_T in batches:
+            timer.timeline.start_ms.append(timer.timeline.end_ms)
             timer.run(rows_T, queue_T, batch_load(len(rows_T), queue_T, timer) if timer.full_model else None)
             timer.timeline.end_ms += timer.timeline.steps[-1].step_ms
             bar.update()

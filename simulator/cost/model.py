@@ -52,6 +52,15 @@ class CostModel:
         """Milliseconds per layer until the slowest rank's experts are done."""
         return slowest(self._experts.time_us(rows_LG, active_LG), self.cluster.cores) / 1e3
 
+    def by_rank(self, traffic: Traffic) -> dict[str, Float]:
+        """Milliseconds [L, G] of the phases in which ranks work by themselves; a layer waits for the slowest."""
+        times = {
+            "gate": self.host.gate_us(self._scored_LG(traffic)),
+            "permute": self.host.permute_us(handled_rows_LG(traffic)),
+            "experts": self._experts.time_us(traffic.expert_rows_LG, traffic.active_experts_LG),
+        }
+        return {name: us / 1e3 for name, us in times.items()}
+
     def gate(self, traffic: Traffic) -> Float:
         """Milliseconds per layer of scores and top-k: of the tokens at home, or of all tokens in tp_replicated."""
         return slowest(self.host.gate_us(self._scored_LG(traffic)), self.cluster.cores) / 1e3

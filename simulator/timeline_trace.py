@@ -1,0 +1,152 @@
+"""A simulated run to look at: a chrome/Perfetto trace per rank and phase, pair traffic, communication share per layer.
+
+    python -m simulator.timeline_trace [out=results/runs/NAME/trace] [steps=50] [key=value ...]
+
+`trace.json` opens in https://ui.perfetto.dev or chrome://tracing: one track a rank; a phase of own work (gate, permute,
+experts) is as long as that rank needs, the gap to the next phase is waiting for the slowest; exchanges and the rest are
+the same for all ranks. Counters: running requests, LAR of the step. `traffic.json` holds, over all steps, the
+pair matrices [source rank][serving rank] for a heat map (distinct (token, rank) pairs as sent by a deduplicating
+dispatcher, and assignments), both also per layer, and each layer's share of time spent in exchanges.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semmoe.errors import UserError
+from semmoe.results import write_atomically
+from semmoe.run import Run, RunBuilder
+
+from .cost.model import CostModel
+from .engine import StepTimer, Timeline, simulate_batches, simulate_serving
+from .layer import PHASES
+
+EXCHANGES = ("srs", "dispatch", "combine", "sag")
+PROCESS = 1
+
+
+def recorded(run: Run, steps: int) -> tuple[Timeline, StepTimer]:
+    """Simulate the run and keep the traffic of its first `steps` steps."""
+    from .app import step_timer
+
+    timer = step_timer(run)
+    timer.timeline.keep_traffic = steps
+    if run.kind == "batches":
+        return simulate_batches(run.batch_steps(), timer), timer
+    return simulate_serving(run.serving_loop(), timer), timer
+
+
+def trace_events(timeline: Timeline, cost: CostModel) -> list[dict[str, Any]]:
+    """Events of the steps whose traffic was kept, in the Trace Event Format; times in microseconds."""
+    ranks = cost.ep_size
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(ranks)
+    ]
+    for index in range(len(timeline.traffic)):
+        events += _step(timeline, cost, index)
+    return events
+
+
+def _step(timeline: Timeline, cost: CostModel, index: int) -> Iterator[dict[str, Any]]:
+    times, traffic, start_ms = timeline.steps[index], timeline.traffic[index], timeline.start_ms[index]
+    own = cost.by_rank(traffic) if traffic.tokens else {}
+    plan = timeline.plans[index] if index < len(timeline.plans) else None
+    yield _counter(
+        "LAR", start_ms, float(traffic.local_assignments_L().sum() / max(traffic.assignment_pairs_LGG.sum(), 1))
+    )
+    if plan is not None:
+        yield _counter("running requests", start_ms, len(plan.request_N))
+    now = start_ms
+    for layer in range(traffic.num_layers if traffic.tokens else 0):
+        said = {"step": index, "layer": layer, "tokens": traffic.tokens}
+        phases = [("attention", times.attention_ms)] if times.attention_ms else []
+        phases += [(name, float(times.phases_L[name][layer])) for name in PHASES if name in times.phases_L]
+        for name, duration_ms in phases:
+            for rank in range(cost.ep_size):
+                busy_ms = min(float(own[name][layer, rank]), duration_ms) if name in own else duration_ms
+                if busy_ms > 0:
+                    yield _bar(name, rank, now, busy_ms, said)
+            now += duration_ms
+    rest_ms = start_ms + times.step_ms - now
+    for rank in range(cost.ep_size):
+        if rest_ms > 1e-9:
+            yield _bar("outside MoE layers", rank, now, rest_ms, {"step": index})
+
+
+def _bar(name: str, rank: int, start_ms: float, duration_ms: float, said: dict[str, Any]) -> dict[str, Any]:
+    category = "exchange" if name in EXCHANGES else "compute"
+    span = {"ts": round(1e3 * start_ms, 4), "dur": round(1e3 * duration_ms, 4)}
+    return {"ph": "X", "name": name, "cat": category, "pid": PROCESS, "tid": rank, **span, "args": said}
+
+
+def _counter(name: str, start_ms: float, value: float) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": PROCESS, "ts": round(1e3 * start_ms, 4), "args": {name: value}}
+
+
+def communication_share_L(timeline: Timeline) -> NDArray[np.float64]:
+    """Share of each MoE layer's time that is exchange, over all steps; nan where the layer took no time."""
+    busy = [step for step in timeline.steps if step.phases_L]
+    if not busy:
+        return np.zeros(0)
+    exchange = sum(step.phases_L[name] for step in busy for name in EXCHANGES if name in step.phases_L)
+    whole = np.sum([step.layer_ms_L for step in busy], axis=0)
+    return np.divide(exchange, whole, out=np.full(len(whole), np.nan), where=whole > 0)
+
+
+def traffic_document(timeline: Timeline, cost: CostModel) -> dict[str, Any]:
+    """Content of traffic.json."""
+    meter = timeline.meter
+    share = [None if np.isnan(value) else round(float(value), 5) for value in communication_share_L(timeline)]
+    return {
+        "rank_pairs": meter.rank_pairs_LGG.sum(axis=0).tolist(),
+        "assignment_pairs": meter.assignment_pairs_LGG.sum(axis=0).tolist(),
+        "rank_pairs_per_layer": meter.rank_pairs_LGG.tolist(),
+        "assignment_pairs_per_layer": meter.assignment_pairs_LGG.tolist(),
+        "dispatch_row_bytes": cost.spec.dispatch_row_bytes,
+        "combine_row_bytes": cost.spec.combine_row_bytes,
+        "communication_share_per_layer": share,
+        "steps": len(timeline.steps),
+        "tokens": meter.tokens,
+    }
+
+
+def write_trace(folder: Path, timeline: Timeline, cost: CostModel) -> None:
+    """trace.json and traffic.json into a folder."""
+    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(timeline, cost)}
+    write_atomically(folder / "trace.json", json.dumps(trace))
+    write_atomically(folder / "traffic.json", json.dumps(traffic_document(timeline, cost)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate one configuration and write its trace."""
+    from semmoe.config import compose_all
+
+    own = {"out", "steps"}
+    given = dict(word.split("=", 1) for word in argv if word.split("=", 1)[0] in own and "=" in word)
+    (config,) = compose_all([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
+    steps = given.get("steps", "50")
+    if not steps.isdigit() or not int(steps):
+        raise UserError(f"steps={steps} must be a whole number of at least 1")
+    run = RunBuilder().build(config)
+    timeline, timer = recorded(run, int(steps))
+    folder = Path(given.get("out") or Path(config["results_dir"]) / run.name / "trace")
+    write_trace(folder, timeline, timer.cost)
+    print(f"{folder}/trace.json: {min(int(steps), len(timeline.steps))} of {len(timeline.steps)} steps")
+    print(f"{folder}/traffic.json: pair traffic and communication share per layer")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"timeline_trace: {error}", file=sys.stderr)
+        sys.exit(2)
