@@ -78,13 +78,16 @@ def bars(names: list[str], series: Sequence[Series], label: str, start: float = 
         if one.ends is not None:
             axes.errorbar(values, at, xerr=errors(values, *one.ends), fmt="none", ecolor=BLACK, elinewidth=1, capsize=2)
     for place in places[np.isnan(values_SN).all(axis=0)]:
-        axes.annotate(
-            absent, (start, place), xytext=(4, 0), textcoords="offset points", va="center", color=GREY, fontsize=8
-        )
+        beside(axes, start, place, absent)
     frame(axes, names, label)
     axes.set_xlim(left=start)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(series), borderaxespad=0.2)
     return figure
+
+
+def beside(axes: Any, x: float, y: float, text: str) -> None:
+    """Small grey text a little to the right of (x, y); an SVG file would drop leading blanks."""
+    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", color=GREY, fontsize=7.5)
 
 
 def frame(axes: Any, names: list[str], label: str) -> None:

@@ -27,6 +27,7 @@ from .draw import (
     YELLOW,
     Series,
     bars,
+    beside,
     clean,
     errors,
     frame,
@@ -51,7 +52,7 @@ def gain(comparison: Comparison) -> Any:
     lines: list[Any] = list(table.itertuples())
     for place, line in enumerate(lines):
         if pd.isna(line.gain_pct):
-            axes.text(0, place, f" {clean(line.verdict)[:30]}", va="center", color=GREY, fontsize=8)
+            beside(axes, 0, place, clean(line.verdict)[:30])
             continue
         name, colour, marker = _judged(line)
         ends = [[line.gain_low_pct], [line.gain_high_pct]]
@@ -134,14 +135,7 @@ def phases(comparison: Comparison) -> Any:
         for backend, side, shift, hatch in sides:
             end = _stack(axes, rows[rows.backend == backend], place + shift, hatch, shown)
             if end:
-                axes.text(
-                    max(end, getattr(line, f"layer_ms_{side}")),
-                    place + shift,
-                    f"  {side}",
-                    va="center",
-                    fontsize=7,
-                    color=GREY,
-                )
+                beside(axes, np.nanmax([end, getattr(line, f"layer_ms_{side}")]), place + shift, side)
                 whole = getattr(line, f"layer_ms_{side}")
                 axes.plot([whole, whole], [place + shift - 0.2, place + shift + 0.2], color=BLACK, linewidth=1.6)
     frame(axes, labels(table), "time of a phase (ms)")
