@@ -33,13 +33,13 @@ def check_full(full: FullModel, planner: StepPlanner) -> tuple[float, float | No
     """
     seen = []
     for plan in sample_plans(full):
-        routed = planner.route(*plan.token_rows(np.array([r.token_start for r in full.requests], dtype=np.int64)))
+        routed = planner.route(*plan.token_rows(np.array([r.token_start for r in full.own.requests], dtype=np.int64)))
         with poisoned():
             logits_NV = full.step(plan, routed).logits_NV
         mine_N = np.flatnonzero(plan.rank_N == full.context.rank)
         seen += [(int(plan.request_N[i]), int(plan.kv_len_N[i]), row) for i, row in zip(mine_N, logits_NV, strict=True)]
-    tokens = {request: sequence.tokens_S for request, sequence in full.sequences.items()}
-    full.sequences.clear()
+    tokens = {request: sequence.tokens_S for request, sequence in full.own.sequences.items()}
+    full.own.sequences.clear()
     everybody = full.transport.gather_objects((seen, tokens))
     outcome = (0.0, 0, 1)
     if full.context.rank == 0:
@@ -58,9 +58,10 @@ def check_full(full: FullModel, planner: StepPlanner) -> tuple[float, float | No
 
 def sample_plans(full: FullModel) -> list[StepPlan]:
     """First requests dealt to the ranks in turn: half of each prompt, the other half, one decode token."""
-    ids = np.arange(min(len(full.requests), 2 * full.context.ranks))
-    inputs_N = np.array([full.requests[i].prompt_len + full.requests[i].output_len - 1 for i in ids])
-    prompt_N = np.minimum([full.requests[i].prompt_len for i in ids], SAMPLE_TOKENS)
+    sampled = full.own.requests[: 2 * full.context.ranks]
+    ids = np.arange(len(sampled))
+    inputs_N = np.array([r.prompt_len + r.output_len - 1 for r in sampled])
+    prompt_N = np.minimum([r.prompt_len for r in sampled], SAMPLE_TOKENS)
     cuts = [np.zeros_like(ids), prompt_N // 2, prompt_N, np.minimum(prompt_N + 1, inputs_N - 1)]
     plans = []
     for index, phase in enumerate((PREFILL, PREFILL, DECODE)):
@@ -79,7 +80,7 @@ def _compare(full: FullModel, seen: list[tuple[int, int, Tensor]], tokens: dict[
     errors, flips, total = [0.0], 0, 0
     for request in sorted({request for request, _, _ in seen}):
         length = max(end for r, end, _ in seen if r == request)
-        start = full.requests[request].token_start
+        start = full.own.requests[request].token_start
         experts_TLk = torch.from_numpy(trace_TLk[start : start + length].astype(np.int64))
         forced = None if full.greedy else experts_TLk
         logits_TV, flipped = reference_logits(model, tokens[request][:length], forced)

@@ -16,6 +16,7 @@ from harness.full_model import FullModel  # noqa: E402
 from harness.measure import measure_run  # noqa: E402
 from harness.models.checkpoint import load_model  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
+from harness.sequences import Batch  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.run import Run  # noqa: E402
@@ -67,7 +68,7 @@ def step_task(context: RankContext, run: Run) -> list[tuple[int, int, list[int],
         assert len(result.attention_ns_L) == len(result.layer_ns_L) == 6
         mine = [entry for entry in entries if entry[0] == context.rank]
         for (_, request, _, start, count), logits in zip(mine, result.logits_NV, strict=True):
-            tokens = full.sequences[request].tokens_S[: start + count].tolist()
+            tokens = full.own.sequences[request].tokens_S[: start + count].tolist()
             seen.append((request, start + count, tokens, logits.numpy()))
     return seen
 
@@ -129,7 +130,7 @@ def spoiled_check_task(context: RankContext, run: Run) -> Any:
     full = FullModel(context, run)
     block = full.attention.block
 
-    def forgets(layer: int, x_nH: Any, batch: full_model.Batch) -> Any:
+    def forgets(layer: int, x_nH: Any, batch: Batch) -> Any:
         if context.rank == 1 and layer == 3:
             for entry in batch.entries:
                 entry.sequence.key_LKSD[2, 0, 1] = 0.0
