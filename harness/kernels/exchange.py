@@ -112,7 +112,7 @@ def combine_kernel(
         total = tl.zeros([BLOCK_H], dtype=tl.float32)
         if DEDUP:
             for g in tl.static_range(W):
-                serves = False
+                serves = tl.zeros([], dtype=tl.int32) > 0
                 for j in tl.static_range(K):
                     serves = serves | (tl.load(slots + token * K + j) // SLOTS_PER_RANK == g)
                 base = tl.multiple_of(tl.load(o_table + g), 16)

@@ -114,6 +114,14 @@ def launch_srs(
     return out[:rows], pulled_G
 
 
+@dataclass(frozen=True, eq=False)
+class CarriedIds:
+    """Expert ids beside SAG: addresses of every rank's int16 [>= counts[r], k], and where all tokens' go, int16 [T, k]."""
+
+    table_G: Tensor
+    out_Tk: Tensor
+
+
 def launch_sag(
     z_table_G: Tensor,
     like_NC: Tensor,
@@ -123,15 +131,18 @@ def launch_sag(
     barrier: BarrierState | None = None,
     exit_barrier: bool = False,
     blocks: int = BLOCKS,
+    ids: CarriedIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, C] in original order, int32 [W] rows pulled from each rank as the kernel counted them).
 
-    rank: only the barrier needs it.
+    rank: only the barrier needs it. ids: carried in the same launch; not counted in the rows.
     """
     ranks, width = len(z_table_G), like_NC.shape[1]
     out = like_NC.new_empty(plan.tokens, width) if out_TC is None else out_TC
     if len(out) < plan.tokens:
         raise ValueError(f"out has {len(out)} rows for {plan.tokens} tokens")
+    if ids is not None and len(ids.out_Tk) < plan.tokens:
+        raise ValueError(f"ids have {len(ids.out_Tk)} rows for {plan.tokens} tokens")
     pulled_G = torch.zeros(ranks, dtype=torch.int32, device=like_NC.device)
     grid = barrier.blocks if barrier else blocks
     sag_kernel[(grid,)](
@@ -139,6 +150,8 @@ def launch_sag(
         plan.owner_T,
         plan.slot_T,
         out,
+        z_table_G if ids is None else ids.table_G,
+        out if ids is None else ids.out_Tk,
         pulled_G,
         *barrier_arguments(barrier, pulled_G, z_table_G),
         rank,
@@ -147,6 +160,8 @@ def launch_sag(
         BLOCK_C=triton.next_power_of_2(width),
         W=ranks,
         W_PADDED=triton.next_power_of_2(ranks),
+        IDS=0 if ids is None else ids.out_Tk.shape[1],
+        IDS_PADDED=1 if ids is None else triton.next_power_of_2(ids.out_Tk.shape[1]),
         COUNT=True,
         **_barrier_options(barrier, exit_barrier),
         num_warps=8,

@@ -1,8 +1,11 @@
 """SAG kernel: all-gather of finished rows, pulled from their owners straight into original order.
 
     out[t] = Z_owner[t][slot[t]]      t < T, the same on every rank
+    ids_out[t] = IDS_owner[t][slot[t]]                                where IDS > 0
 
-Z_r [>= counts[r], C] of rank r is found through `z_table`, int64 addresses [W]. One read and one write an element.
+Z_r [>= counts[r], C] of rank r is found through `z_table`, int64 addresses [W]. One read and one write an element. IDS
+int16 expert ids of each token travel beside its row, in the same launch behind the same barrier, for the prediction of
+the next layer.
 
 Worked example, W = 2, T = 3, owner [1, 0, 1], slot [0, 0, 1]: out = [Z_1[0], Z_0[0], Z_1[1]].
 
@@ -24,6 +27,8 @@ def sag_kernel(
     owner,
     slot,
     out,
+    ids_table,
+    ids_out,
     pulled,
     pad_table,
     epochs,
@@ -34,6 +39,8 @@ def sag_kernel(
     BLOCK_C: tl.constexpr,
     W: tl.constexpr,
     W_PADDED: tl.constexpr,
+    IDS: tl.constexpr,
+    IDS_PADDED: tl.constexpr,
     COUNT: tl.constexpr,
     SYNC: tl.constexpr,
     EXIT: tl.constexpr,
@@ -56,6 +63,10 @@ def sag_kernel(
         z = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
         values = tl.load(z + row * C + col, mask=inside)
         tl.store(out + t.to(tl.int64) * C + col, values, mask=inside)
+        if IDS > 0:
+            ids = tl.load(ids_table + from_rank).to(tl.pointer_type(ids_out.dtype.element_ty))
+            j = tl.arange(0, IDS_PADDED)
+            tl.store(ids_out + t * IDS + j, tl.load(ids + row * IDS + j, mask=j < IDS), mask=j < IDS)
         if COUNT:
             tl.atomic_add(pulled + from_rank, 1)
         t += tl.num_programs(0)

@@ -100,6 +100,20 @@ def check_norm() -> None:
             assert normed.out_NH[count:].isnan().all()
 
 
+def check_carried_ids() -> None:
+    """Rows and ids of one launch are those of two; ids of rows beyond a rank's count never travel."""
+    from harness.kernels.launch import CarriedIds, launch_sag
+
+    plan = plan_of([3, 0, 6])
+    made = torch.Generator().manual_seed(4)
+    rows_G, ids_G = torch.randn(3, 9, HIDDEN, generator=made), torch.randint(0, 99, (3, 9, 6), generator=made).short()
+    ids = CarriedIds(address_table(list(ids_G)), torch.full((9, 6), -1, dtype=torch.int16))
+    out, pulled_G = launch_sag(address_table(list(rows_G)), rows_G[0], plan, blocks=2, ids=ids)
+    assert torch.equal(out, shuffle.sag(list(rows_G), plan)[0])
+    assert torch.equal(ids.out_Tk, shuffle.sag(list(ids_G), plan)[0])
+    assert pulled_G.tolist() == [3, 0, 6]
+
+
 def check_virtual_barrier_refused() -> None:
     from harness.kernels.launch import make_barrier
     from harness.transport.virtual import run_virtual
@@ -180,7 +194,9 @@ def print_ptx() -> None:
         suffix = f"{'synced' if sync else 'alone'}-{architecture}"
         srs = {"H": 2048, "BLOCK_H": 2048, "RESIDUAL": False, "NORM": False, **barrier}
         found[f"srs-{suffix}"] = _ptx(srs_kernel, srs, architecture)
-        found[f"sag-{suffix}"] = _ptx(sag_kernel, {"C": 2048, "BLOCK_C": 2048, **barrier}, architecture)
+        found[f"sag-{suffix}"] = _ptx(
+            sag_kernel, {"C": 2048, "BLOCK_C": 2048, "IDS": 0, "IDS_PADDED": 1, **barrier}, architecture
+        )
     found["unhinted-alone-90"] = _ptx(_unhinted_kernel(), {"C": 2048}, 90)
     print(json.dumps(found))
 
@@ -192,11 +208,14 @@ def _unhinted_kernel() -> Any:
 
 
 TYPES = {
-    **dict.fromkeys(("x_table", "z_table", "perm", "starts", "counts", "owner", "slot", "pad_table"), "*i64"),
+    **dict.fromkeys(
+        ("x_table", "z_table", "perm", "starts", "counts", "owner", "slot", "pad_table", "ids_table"), "*i64"
+    ),
     **dict.fromkeys(("residual", "out", "norm_weight", "normed"), "*bf16"),
     **dict.fromkeys(("pulled", "epochs", "status"), "*i32"),
     **dict.fromkeys(("rank", "tokens"), "i32"),
     "eps": "fp32",
+    "ids_out": "*i16",
 }
 
 

@@ -88,6 +88,10 @@ def test_the_norm_fused_into_srs_is_the_norm_of_its_rows() -> None:
     on_first(kernel_cases.check_norm)
 
 
+def test_expert_ids_travel_beside_the_rows_of_sag_in_one_launch() -> None:
+    on_first(kernel_cases.check_carried_ids)
+
+
 def test_virtual_ranks_may_not_wait_inside_a_kernel() -> None:
     on_first(kernel_cases.check_virtual_barrier_refused)
 
