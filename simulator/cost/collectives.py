@@ -123,16 +123,24 @@ class CollectiveCost:
 
     def _loads(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Loads:
         assert c.rows_LGG is not None
-        flat = self.topology.nodes == 1 or (
-            c.op in ("dispatch", "combine") and self.spec.dispatcher in ("a2a_assignment", "low_latency")
-        )
-        if flat:
+        if self.topology.nodes == 1 or self.sends_direct(c):
             return loads_of(c.rows_LGG, self.inner)
-        if c.op not in ("dispatch", "combine") or self.spec.dispatcher == "allgather_rs":
-            shape = (*traffic.homes_LG.shape, self.topology.nodes)  # every token goes to every node once
-            copies_LGN = np.broadcast_to(traffic.homes_LG[:, :, None], shape)
         outward = c.rows_LGG.swapaxes(1, 2) if c.op in TOWARDS_HOME else c.rows_LGG
-        return hierarchical_loads(np.ascontiguousarray(outward), copies_LGN, self.inner)
+        copies = self.node_copies(c, traffic, copies_LGN)
+        return hierarchical_loads(np.ascontiguousarray(outward), copies, self.inner)
+
+    def sends_direct(self, c: Collective) -> bool:
+        """Whether rows go straight from rank to rank across nodes too, rather than one copy to each node."""
+        return c.op in ("dispatch", "combine") and self.spec.dispatcher in ("a2a_assignment", "low_latency")
+
+    def node_copies(
+        self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None
+    ) -> NDArray[np.integer] | None:
+        """Rows that each rank sends to each node; None: unknown, see hierarchical_loads."""
+        if c.op in ("dispatch", "combine") and self.spec.dispatcher != "allgather_rs":
+            return copies_LGN
+        shape = (*traffic.homes_LG.shape, self.topology.nodes)  # every token goes to every node once
+        return np.broadcast_to(traffic.homes_LG[:, :, None], shape)
 
     def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> float:
         """Slot ids and gate weights, shared out over the rows that they travel with."""

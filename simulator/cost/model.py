@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
+from semmoe.errors import UserError, nearest
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
 
@@ -16,13 +17,16 @@ from .attention import AttentionCost, AttentionLoad
 from .collectives import CollectiveCost
 from .dense import DenseCost
 from .experts import ExpertTimes
+from .flow_level import FlowCost
 from .host import HostCost, slowest
 
 Float = NDArray[np.float64]
+FIDELITIES = {"bottleneck": CollectiveCost, "flow": FlowCost}
 
 
 class CostModel:
-    """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost.
+    """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost. fidelity: of the
+    network, "bottleneck" (busiest link) or "flow" (transfers share links over time, slow).
 
     `provenance()` names the sources of everything priced so far.
     """
@@ -35,9 +39,13 @@ class CostModel:
         ep_size: int,
         slots: int | None = None,
         allow_roofline: bool = False,
+        fidelity: str = "bottleneck",
     ) -> None:
+        if fidelity not in FIDELITIES:
+            raise UserError(f"cost.fidelity='{fidelity}'{nearest(fidelity, FIDELITIES)}; {' or '.join(FIDELITIES)}")
         self.model, self.cluster, self.spec, self.ep_size = model, cluster, spec, ep_size
-        self.network = CollectiveCost(cluster, spec, ep_size, (slots or model.num_experts) // ep_size, allow_roofline)
+        slots_per_rank = (slots or model.num_experts) // ep_size
+        self.network = FIDELITIES[fidelity](cluster, spec, ep_size, slots_per_rank, allow_roofline)
         self.host = HostCost(cluster, model, spec)
         tp = 1 if spec.flow == "dp" else ep_size
         self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
