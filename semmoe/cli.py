@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import UserError
-from .plugins import add_working_directory
+from .errors import UserError, nearest
+from .explain import explain_command
+from .plugins import add_working_directory, place_of, told
 
 USAGE = """semmoe COMMAND [options] [key=value ...]
 
@@ -30,33 +35,80 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; user errors print one message and give exit status 2, an interrupt 130."""
+    """Run a command. Exit status: 0, 2 for what a user can put right, 1 for anything else, 130 and 143 when stopped."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"semmoe {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
     add_working_directory()
-    parser = argparse.ArgumentParser(prog="semmoe", usage=USAGE, add_help=True)
-    parser.add_argument("--version", action="version", version=f"semmoe {__version__}")
-    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND")
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
     try:
-        return COMMANDS[options.command](options.rest) or 0
-    except UserError as error:
-        print(f"semmoe {options.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            f"semmoe {options.command}: interrupted; finished rows are kept, the same command continues",
-            file=sys.stderr,
-        )
-        return 130
-    except BrokenPipeError:
+        if command not in COMMANDS:
+            raise UserError(f"no such command{nearest(command, COMMANDS)}; semmoe --help explains them")
+        if command in CONFIGURED and {"-h", "--help"} & set(rest):
+            print(explain_command(command, COMMANDS[command].__doc__ or ""))
+            return 0
+        with _ended_by_sigterm():
+            status = COMMANDS[command](rest) or 0
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt as stop:
+        name = stop.args[0] if stop.args else "interrupted"
+        _say(command, f"{name}; finished rows are kept, the same command continues")
+        return 143 if stop.args else 130
+    except BrokenPipeError:  # the reader of our output went away, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except UserError as error:
+        _say(command, str(error))
+        return 2
+    except OSError as error:
+        _say(command, f"{error.filename or 'a file'}: {error.strerror or error}")
+        return 2
+    except MemoryError as error:
+        _say(command, f"out of memory ({error or 'no details'}); use fewer tokens, requests or ranks, or model_scale")
+        return 1
+    except Exception as error:
+        where = place_of(error)
+        if where:  # inside a policy of the user's own
+            _say(command, f"{where}{told(error)}")
+        else:
+            traceback.print_exc()
+            _say(command, "this is a fault of semmoe, not of your input; please report it with the lines above")
+        return 1
+
+
+def _say(command: str, text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(f"semmoe {command}: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that ranks end and half-written files go."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _overrides(rest: Sequence[str]) -> tuple[list[str], bool]:
     flags = {"-m", "--multirun"}
     unknown = [word for word in rest if word.startswith("-") and word not in flags]
     if unknown:
-        raise UserError(f"unknown option {unknown[0]}; options are -m and key=value overrides")
+        raise UserError(f"unknown option {unknown[0]}; options are -m, --help and key=value overrides")
     return [word for word in rest if word not in flags], any(word in flags for word in rest)
 
 
@@ -70,6 +122,7 @@ def _backend(module: str, extra: str) -> Any:
 
 
 def simulate(rest: Sequence[str]) -> int:
+    """Predict configurations in the simulator; one row each goes to results_dir/name. -m sweeps over commas."""
     from .session import simulate_all
 
     overrides, multirun = _overrides(rest)
@@ -77,6 +130,7 @@ def simulate(rest: Sequence[str]) -> int:
 
 
 def measure(rest: Sequence[str]) -> int:
+    """Run configurations on real processes; one row each and repeat goes to results_dir/name. -m sweeps over commas."""
     from .session import measure_all
 
     overrides, multirun = _overrides(rest)
@@ -84,6 +138,7 @@ def measure(rest: Sequence[str]) -> int:
 
 
 def calibrate(rest: Sequence[str]) -> int:
+    """Measure this machine's single operations and write the file that cluster=local reads."""
     from .config import compose_all
     from .run import RunBuilder
 
@@ -116,6 +171,7 @@ def compare(rest: Sequence[str]) -> int:
 
 
 def place(rest: Sequence[str]) -> int:
+    """Compute one placement, write it as JSON beside the runs and print what it is expected to give."""
     from .session import place_one
 
     overrides, _ = _overrides(rest)
@@ -127,6 +183,7 @@ def validate(rest: Sequence[str]) -> int:
 
 
 def check(rest: Sequence[str]) -> int:
+    """Conformance suite of the policy that GROUP._target_=module.Class names, and its figures beside the built-ins."""
     from .check import check as run_check
 
     overrides, _ = _overrides(rest)
@@ -148,6 +205,7 @@ def policies(rest: Sequence[str]) -> int:
     return 0
 
 
+CONFIGURED = ("simulate", "measure", "calibrate", "place", "check")  # take key=value of the config
 COMMANDS = {
     "simulate": simulate,
     "measure": measure,

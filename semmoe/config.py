@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError, nearest
+from .values import check_values
 
 
 def conf_dir() -> Path:
@@ -49,10 +50,20 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
             base = _compose(point)
             for extra in _experiment_points(base.get("sweep") or [], point):
                 configs.append(_compose([*point, *extra]) if extra else base)
+    defaults = _defaults()
     for config in configs:
         config.pop("sweep", None)
         config.pop("experiment", None)
+        check_values(config, defaults)
     return configs
+
+
+def _defaults() -> dict[str, Any]:
+    """The tree of config.yaml without its defaults list and sweep."""
+    from omegaconf import OmegaConf
+
+    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    return {str(key): value for key, value in tree.items() if key not in ("defaults", "sweep")}
 
 
 def _register_resolvers() -> None:
@@ -118,7 +129,7 @@ def _explain(message: str, overrides: Sequence[str]) -> str:
     unknown = re.search(r"Could not override '([^']+)'", message)
     if unknown:
         key = unknown.group(1)
-        return f"unknown config key '{key}'{_nearest_key(key)}"
+        return _unknown(key, overrides)
     option = re.search(r"Could not find '([^/']+)/([^']+)'", message)
     if option:
         group, name = option.groups()
@@ -126,27 +137,42 @@ def _explain(message: str, overrides: Sequence[str]) -> str:
     group_key = re.search(r"[Nn]o match for '([^']+)' in the defaults list|You must specify '([^=]+)=", message)
     if group_key:
         key = group_key.group(1) or group_key.group(2)
-        return f"unknown config key '{key}'{_nearest_key(key)}"
+        return _unknown(key, overrides)
     missing = re.search(r"full_key: (\S+)", message)
     if "Missing mandatory value" in message and missing:
         return f"{missing.group(1)} has no value; set it on the command line"
     return f"{message.strip().splitlines()[0]} (overrides: {' '.join(overrides)})"
 
 
-def _nearest_key(key: str) -> str:
+def _unknown(key: str, overrides: Sequence[str]) -> str:
+    """What to say of a key that the composed config lacks: an option that has it, or the nearest known key."""
+    group, _, name = key.partition(".")
+    options = {option: _option(group, option) for option in group_options(group)} if group in groups() else {}
+    having = [option for option, tree in options.items() if name and name in tree]
+    if having:
+        chosen = next((word for word in reversed(overrides) if word.startswith(f"{group}=")), f"the default {group}")
+        return f"{key}: {chosen} has no such key; {', '.join(f'{group}={option}' for option in having)} has it"
+    known = set(groups()) | _keys(_defaults(), "")
+    inside = {word for word in known if word.startswith(f"{group}.")}
+    for tree in options.values():
+        inside |= _keys(tree, f"{group}.")
+    return f"unknown config key '{key}'{nearest(key, inside or known)}"
+
+
+def _option(group: str, option: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    known: set[str] = set(groups())
+    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{option}.yaml"))
+    return {str(key): value for key, value in tree.items() if key != "defaults"}
 
-    def walk(node: Any, prefix: str) -> None:
-        for name, value in node.items():
-            known.add(prefix + str(name))
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
 
-    walk(OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml")), "")
-    known.discard("defaults")
-    return nearest(key, known)
+def _keys(tree: Mapping[str, Any], prefix: str) -> set[str]:
+    """Dotted names of all keys of a tree."""
+    names = {f"{prefix}{name}" for name in tree}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            names |= _keys(value, f"{prefix}{name}.")
+    return names
 
 
 POLICY_GROUPS = ("placement", "predictor", "replica_router", "request_scheduler", "token_scheduler")

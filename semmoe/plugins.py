@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Any
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
-from .errors import UserError
+from .errors import UserError, nearest
+from .kinds import check_kinds
 
 
 def add_working_directory() -> None:
@@ -16,10 +21,20 @@ def add_working_directory() -> None:
         sys.path.insert(0, here)
 
 
+METHODS = {
+    "placement": "place",
+    "predictor": "scores",
+    "replica_router": "slots",
+    "request_scheduler": "assign",
+    "token_scheduler": "homes",
+}
+
+
 def instantiate(group: dict[str, Any], where: str) -> Any:
     """The object that a config group describes; None for a group without `_target_`.
 
-    UserError names the group, the target and what failed (module not found, class not in it, unknown parameter).
+    UserError names the group, the target and what failed: module not found or broken, class not in it, a parameter
+    that it does not take or of another kind, no method that the group's protocol needs.
     """
     target = group.get("_target_")
     if not target:
@@ -27,15 +42,66 @@ def instantiate(group: dict[str, Any], where: str) -> Any:
     from hydra.errors import HydraException
     from hydra.utils import instantiate as hydra_instantiate
 
+    made_by = _locate(str(target), where)
+    check_kinds(made_by, group, f"{where}.")
     try:
-        return hydra_instantiate(group, _convert_="all")
+        made = hydra_instantiate(group, _convert_="all")
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
             raise cause from None
-        first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        given = ", ".join(k for k in group if k != "_target_") or "none"
         raise UserError(
-            f"{where}._target_={target}: {first}; a class with the protocol's methods, importable from the working "
-            "directory or an installed package, and parameters that it takes are needed (given here: "
-            f"{', '.join(k for k in group if k != '_target_') or 'none'})"
+            f"{where}._target_={target}: {' '.join(str(cause).split()) or type(cause).__name__}; "
+            f"parameters that it takes are needed (given here: {given})"
         ) from error
+    if where in METHODS and not callable(getattr(made, METHODS[where], None)):
+        raise UserError(
+            f"{where}._target_={target}: has no method {METHODS[where]}(), which every {where} needs (docs/plugins.md)"
+        )
+    return made
+
+
+def _locate(target: str, where: str) -> Callable[..., Any]:
+    """The class or function that a dotted name means; UserError says which part of it is wrong."""
+    module_name, _, name = target.rpartition(".")
+    said = f"{where}._target_={target}"
+    if not module_name or not all(part.isidentifier() for part in target.split(".")):
+        raise UserError(f"{said}: module.Class is right, such as my_policy.Mine")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{said}: no module '{error.name}' in the working directory ({os.getcwd()}) or among the installed packages"
+            ) from None
+        raise UserError(f"{said}: the module needs '{error.name}', which is not installed") from None
+    except Exception as error:
+        raise UserError(f"{said}: {place_of(error)}the module cannot be imported: {told(error)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        own = [word for word, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
+        raise UserError(f"{said}: {module_name} ({module.__file__}) has no '{name}'{nearest(name, own) if own else ''}")
+    if not callable(found):
+        raise UserError(f"{said}: is a {type(found).__name__}; a class with the protocol's methods is needed")
+    return cast(Callable[..., Any], found)
+
+
+def told(error: BaseException) -> str:
+    """Kind and text of an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def place_of(error: BaseException) -> str:
+    """`FILE:LINE: ` of the innermost frame in a file of the working directory that is not semmoe's own; "" for none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: "
+    own = Path(__file__).resolve().parent.parent
+    ours = [own / name for name in ("semmoe", "simulator", "harness")]
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        users = file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts and file.is_file()
+        if users and not any(file.resolve().is_relative_to(path) for path in ours):
+            found = f"{file}:{line}: in {frame.f_code.co_name}: "
+    return found

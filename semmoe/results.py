@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from .errors import UserError, nearest
+from .files import write_atomically
 
 TIMED = (
     "plan",
@@ -165,23 +165,22 @@ def write_row(folder: str | Path, row: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or all of the new."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def read_row(file: str | Path) -> dict[str, Any]:
+    """One row file, checked; UserError for anything that is none."""
+    file = Path(file)
+    remedy = "delete the file and run the command again"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        row = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(row, dict):
+            raise TypeError(f"holds a {type(row).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{file}: not a result row ({error}); {remedy}") from None
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); finished rows are kept, "
-            "run the same command again to continue"
-        ) from None
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    try:
+        return check_row(row, str(file))
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from None
 
 
 def read_rows(folders: Iterable[str | Path]) -> pd.DataFrame:
@@ -192,18 +191,11 @@ def read_rows(folders: Iterable[str | Path]) -> pd.DataFrame:
         if not folder.exists():
             raise UserError(f"{folder}: no such run; `semmoe simulate` and `semmoe measure` write to results/runs/NAME")
         files = [folder] if folder.is_file() else sorted(folder.glob("*-r*.json"))
-        for file in files:
-            try:
-                row = json.loads(file.read_text(encoding="utf-8"))
-                if not isinstance(row, dict):
-                    raise TypeError(f"holds a {type(row).__name__}")
-                rows.append(check_row(row, str(file)))
-            except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-                raise UserError(
-                    f"{file}: not a result row ({error}); delete the file and run the command again"
-                ) from None
+        rows += [read_row(file) for file in files]
     if not rows:
-        raise UserError(f"{', '.join(str(f) for f in folders)}: holds no result rows")
+        raise UserError(
+            f"{', '.join(str(f) for f in folders)}: holds no result rows; `semmoe simulate` and `semmoe measure` write them"
+        )
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

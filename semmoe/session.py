@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,24 @@ import numpy as np
 
 from .config import compose_all
 from .errors import UserError
-from .results import row_path, write_atomically, write_row
+from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
 from .run import Run, RunBuilder
+
+SHOWN_WHERE_SWEPT = (
+    "model",
+    "cluster",
+    "ep_size",
+    "slots",
+    "predictor",
+    "replica_router",
+    "workload",
+    "batch_tokens",
+    "rate_rps",
+    "dtype",
+    "seed",
+    "repeat",
+)
 
 
 def folder_of(cfg: dict[str, Any]) -> Path:
@@ -30,8 +46,8 @@ def progress(total: int, what: str) -> Any:
     return tqdm(total=total, desc=what, unit="run", delay=2, disable=not sys.stderr.isatty(), file=sys.stderr)
 
 
-def is_done(run: Run, backend: str) -> bool:
-    """Whether this row exists, made with the same content of the cluster file."""
+def path_of(run: Run, backend: str) -> Path:
+    """File of this run's row."""
     identity = {
         "backend": backend,
         "transport": run.cfg["transport"]["name"],
@@ -39,18 +55,51 @@ def is_done(run: Run, backend: str) -> bool:
         "config_id": run.config_id,
         "repeat": run.repeat,
     }
-    path = row_path(folder_of(run.cfg), identity)
+    return row_path(folder_of(run.cfg), identity)
+
+
+def is_done(run: Run, backend: str) -> bool:
+    """Whether this row exists, made with the same content of the cluster file."""
+    path = path_of(run, backend)
     if run.cfg["rerun"] or not path.is_file():
         return False
     try:
-        return bool(json.loads(path.read_text()).get("cluster_digest") == run.cluster.digest)
-    except (json.JSONDecodeError, OSError):
+        return bool(read_row(path)["cluster_digest"] == run.cluster.digest)
+    except UserError:  # a damaged row is made again
         return False
 
 
-def _build_all(overrides: Sequence[str], multirun: bool, backend: str, repeats: bool) -> tuple[list[Run], int]:
-    """(runs to do, rows that exist already). All configs are built before any runs: errors come first, not at run 17."""
-    builder, runs, kept = RunBuilder(), [], 0
+@dataclass
+class Progress:
+    """What a command did, for its last line. Rows are printed as they come, through pipes too."""
+
+    verb: str
+    kept: int = 0
+    rows: int = 0
+    configs: set[str] = field(default_factory=set)
+    planning_s: float = 0.0
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def planned(self) -> None:
+        self.planning_s = time.perf_counter() - self.start_s
+
+    def finished(self, path: Path, sweeps: set[str]) -> None:
+        row = read_row(path)
+        print(_line(row, sweeps), flush=True)
+        self.rows += 1
+        self.configs.add(row["config_id"])
+
+    def close(self) -> None:
+        spent_s = time.perf_counter() - self.start_s - self.planning_s
+        note = f"; {self.kept} rows exist already and were kept (rerun=true makes them again)" if self.kept else ""
+        rows = f", {self.rows} rows," if self.rows > len(self.configs) else ""
+        took = f"in {spent_s:.1f} s after {self.planning_s:.1f} s of planning"
+        print(f"{self.verb} {len(self.configs)} configuration(s){rows} {took}{note}", flush=True)
+
+
+def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Progress) -> list[Run]:
+    """Runs to do, each row once. All configs are built before any runs: errors come first, not at run 17."""
+    builder, runs = RunBuilder(), dict[Path, Run]()
     configs = compose_all(overrides, multirun)
     for config in configs:
         if config["replay"] and not Path(config["replay"]).is_dir():
@@ -59,56 +108,64 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, repeats: 
             )
     with progress(len(configs), "planning") as bar:
         for config in configs:
-            for run in builder.repeats(config) if repeats else [builder.build(config)]:
+            for run in builder.repeats(config) if backend == "harness" else [builder.build(config)]:
+                path = path_of(run, backend)
+                if path in runs:  # axes that this flow does not have make no second row
+                    continue
                 if is_done(run, backend):
-                    kept += 1
+                    told.kept += 1
                 else:
-                    runs.append(run)
+                    runs[path] = run
             bar.update()
+    told.planned()
     # every configuration once, then again: a machine that drifts does not favour one of them
-    return sorted(runs, key=lambda run: (run.ep_size, run.repeat)), kept
+    return sorted(runs.values(), key=lambda run: (run.ep_size, run.repeat))
 
 
 def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> int:
     """Simulate every configuration and write one row each (or re-execute the step plans of a measured run)."""
-    runs, kept = _build_all(overrides, multirun, "simulator", repeats=False)
-    start = time.perf_counter()
+    told = Progress("simulated")
+    runs = _build_all(overrides, multirun, "simulator", told)
+    sweeps = _swept(runs)
     with progress(len(runs), "simulating") as bar:
         for run in runs:
-            path = write_row(folder_of(run.cfg), simulator.simulate(run))
-            print(_line(json.loads(path.read_text())))
+            told.finished(write_row(folder_of(run.cfg), simulator.simulate(run)), sweeps)
             bar.update()
-    _closing("simulated", len(runs), kept, time.perf_counter() - start)
+    told.close()
     return 0
 
 
 def measure_all(overrides: Sequence[str], multirun: bool, harness: Any) -> int:
     """Measure every configuration on one pool of rank processes; rows are written as they are finished."""
-    runs, kept = _build_all(overrides, multirun, "harness", repeats=True)
-    start = time.perf_counter()
-    done = 0
+    told = Progress("measured")
+    runs = _build_all(overrides, multirun, "harness", told)
+    sweeps = _swept(runs)
     if runs:
         with progress(len(runs), "measuring") as bar:
             for run, row in harness.measure(runs):
-                path = write_row(folder_of(run.cfg), row)
-                print(_line(json.loads(path.read_text())))
-                done += 1
+                told.finished(write_row(folder_of(run.cfg), row), sweeps)
                 bar.update()
-    _closing("measured", done, kept, time.perf_counter() - start)
+    told.close()
     return 0
 
 
-def _closing(verb: str, done: int, kept: int, seconds: float) -> None:
-    note = f"; {kept} rows exist already and were kept (rerun=true makes them again)" if kept else ""
-    print(f"{verb} {done} configuration(s) in {seconds:.1f} s{note}")
+def _swept(runs: Sequence[Run]) -> set[str]:
+    """Columns beside the policies that differ between these runs, and so are shown in every line."""
+    seen: dict[str, set[Any]] = {}
+    for run in runs:
+        row = run.identity("", "", "")
+        for name in SHOWN_WHERE_SWEPT:
+            seen.setdefault(name, set()).add(row[name])
+    return {name for name, values in seen.items() if len(values) > 1}
 
 
-def _line(row: dict[str, Any]) -> str:
-    """One configuration in a line: who, locality, latency."""
+def _line(row: dict[str, Any], sweeps: Collection[str] = ()) -> str:
+    """One configuration in a line: who, what else differs in this sweep, locality, latency."""
     who = f"{row['flow']}/{row['dispatcher']} {row['placement']}"
     who += "".join(f" + {row[k]}" for k in ("request_scheduler", "token_scheduler") if row[k] != "-")
     source = "measured" if row["backend"] == "harness" else "replayed"
     parts = [f"{row['backend']:9s} {row['config_id']} {who:58s}"]
+    parts += [f"{name}={row[name]}" for name in SHOWN_WHERE_SWEPT if name in sweeps]
     for name, text in (
         (f"lar_{source}", "LAR {:.3f}"),
         (f"fan_out_{source}", "fan-out {:.2f}"),

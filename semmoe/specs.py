@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import UserError, nearest
+from .kinds import check_kinds
 
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp4": 0.53125}  # mxfp4: 4 bits + 1 byte per 32
 
@@ -214,6 +215,7 @@ class ClusterSpec:
         missing = [f.name for f in fields(cls) if f.name not in raw and f.default is f.default_factory]  # both MISSING
         if missing:
             raise UserError(f"cluster {raw.get('name', '?')}: lacks {', '.join(missing)}")
+        check_kinds(cls, raw, f"cluster {raw.get('name', '?')}: ")
         return cls(**raw)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
+from .files import replacing
 from .serving import StepPlan
 
 SCHEMA_VERSION = 1
@@ -44,25 +44,18 @@ class StepLog:
             for name in COLUMNS
         }
         offset = np.concatenate([[0], np.cumsum([len(p.rank_N) for p in self.plans], dtype=np.int64)])
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    schema_version=np.int64(SCHEMA_VERSION),
-                    config_id=np.str_(self.config_id),
-                    offset=offset,
-                    index=np.array([p.index for p in self.plans], dtype=np.int64),
-                    duration_ms=self.duration_ms_S,
-                    now_ms=self.now_ms_S,
-                    token_start=self.token_start_R,
-                    **columns,  # type: ignore[arg-type]
-                )
-            os.replace(partial, path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot be written ({error.strerror or error}); finished rows are kept") from None
+        with replacing(path) as file:
+            np.savez_compressed(
+                file,
+                schema_version=np.int64(SCHEMA_VERSION),
+                config_id=np.str_(self.config_id),
+                offset=offset,
+                index=np.array([p.index for p in self.plans], dtype=np.int64),
+                duration_ms=self.duration_ms_S,
+                now_ms=self.now_ms_S,
+                token_start=self.token_start_R,
+                **columns,  # type: ignore[arg-type]
+            )
         return path
 
     @classmethod

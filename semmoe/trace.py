@@ -6,7 +6,6 @@ The file is one .npz without pickles. It is validated whenever it is read or mad
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
+from .files import replacing
 
 SCHEMA_VERSION = 1
 IntArray = NDArray[np.integer]
@@ -142,7 +142,6 @@ class RoutingTrace:
 
     def save(self, path: str | Path) -> None:
         """Write atomically: a reader sees the old file or the whole new one."""
-        path = Path(path)
         small = np.int8 if self.num_experts <= 127 else np.int16
         arrays = {
             "schema_version": np.int64(SCHEMA_VERSION),
@@ -160,15 +159,8 @@ class RoutingTrace:
             arrays["arrival_ms"] = np.asarray(self.arrival_ms_R, dtype=np.float64)
         if self.gate_weight_TLk is not None:
             arrays["gate_weight"] = np.asarray(self.gate_weight_TLk, dtype=np.float16)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            with open(partial, "wb") as file:
-                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-            os.replace(partial, path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -99,10 +102,68 @@ def test_bad_input_is_one_message_and_a_non_zero_exit(here, capsys, argv, messag
     assert not list(here.rglob("*.json")) and not out
 
 
-def test_unknown_command_is_refused_by_name(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["simulat"])
-    assert stop.value.code == 2 and "simulat" in capsys.readouterr().err
+def test_unknown_command_is_refused_with_the_nearest_one(capsys):
+    code, out, err = run(capsys, "simulat")
+    assert code == 2 and "did you mean 'simulate'" in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("command", cli.CONFIGURED)
+def test_help_of_a_command_lists_every_group_option_and_key(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0 and f"semmoe {command}" in out
+    for word in ("deepseek-v2-lite", "tp_shuffled", "round_robin", "train_fraction", "max_running", "timeout_s"):
+        assert word in out
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    code, _, err = run(capsys)
+    assert code == 2 and all(f"semmoe {command}" in err for command in cli.COMMANDS)
+    assert run(capsys, "--help")[0] == 0
+
+
+def test_lines_of_a_sweep_say_what_differs_and_equal_rows_are_made_once(here, capsys):
+    code, out, _ = run(capsys, "simulate", "-m", *SMALL, "seed=1,2")
+    assert code == 0 and "seed=1" in out and "seed=2" in out
+    sweep = [
+        "-m",
+        *SMALL,
+        "name=t",
+        "flow=tp_shuffled",
+        "request_scheduler=round_robin,semantic",
+    ]  # no axis of this flow
+    code, out, _ = run(capsys, "simulate", *sweep)
+    assert code == 0 and "simulated 1 configuration(s)" in out
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '"x"', "{}", "\xff", '{"cluster_digest": 3}'])
+def test_a_damaged_row_is_made_again(here, capsys, damage):
+    assert run(capsys, "simulate", *SMALL)[0] == 0
+    (path,) = (here / "results/runs/default").glob("*.json")
+    whole = json.loads(path.read_text())
+    path.write_text(damage, encoding="latin-1")
+    code, out, _ = run(capsys, "simulate", *SMALL)
+    assert code == 0 and "simulated 1 configuration" in out
+    assert json.loads(path.read_text())["layer_ms"] == whole["layer_ms"]
+
+
+@pytest.mark.parametrize("spoil", ["results", "results/runs", "results/runs/default"])
+def test_a_file_where_the_folder_of_the_run_should_be_is_named(here, capsys, spoil):
+    (here / spoil).parent.mkdir(parents=True, exist_ok=True)
+    (here / spoil).write_text("in the way")
+    code, _, err = run(capsys, "simulate", *SMALL)
+    assert code == 2 and "cannot be written" in err and "results/runs/default" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_command_with_their_status_and_leave_whole_rows_only(here, stop, status):
+    command = [sys.executable, "-m", "semmoe.cli", "simulate", "-m", "workload.max_batches=40", "planned_folds=0"]
+    child = subprocess.Popen([*command, "seed=range(200)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and "LAR" in child.stdout.readline(), "a row is printed when it is finished"
+    child.send_signal(stop)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == status and "finished rows are kept" in err and "Traceback" not in err
+    files = list((here / "results/runs/default").iterdir())
+    assert files and all(json.loads(file.read_text())["tokens"] for file in files)
 
 
 def test_place_writes_a_placement_that_can_be_read(here, capsys):

@@ -1,0 +1,110 @@
+"""What every scalar key of the config may hold. Checked on composing, so that no backend meets a word for a number.
+
+Parameters of classes (`model`, `cluster`, policies) are checked against their annotations instead: see kinds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from .errors import UserError, nearest
+from .kinds import WORDS, is_kind
+from .specs import DTYPE_BYTES
+
+Rule = tuple[str, Callable[[Any], bool]]  # what is right, and whether a value is
+BIG = 1 << 53  # whole numbers above it lose digits in the JSON of a row
+
+FLAG: Rule = ("true or false", lambda value: is_kind(value, bool))
+POSITIVE: Rule = ("a number above 0", lambda value: is_kind(value, float) and value > 0)
+TEXT: Rule = ("a word or path", lambda value: is_kind(value, str) and bool(value.strip()) and "\0" not in value)
+
+
+def whole(low: int) -> Rule:
+    """A whole number of at least `low`."""
+    return f"a whole number of at least {low}", lambda value: is_kind(value, int) and low <= value <= BIG
+
+
+def among(*words: str) -> Rule:
+    return f"one of {', '.join(words)}", lambda value: value in words
+
+
+def or_null(rule: Rule) -> Rule:
+    return f"{rule[0]}, or null", lambda value: value is None or rule[1](value)
+
+
+def _is_folder_name(value: Any) -> bool:
+    path = PurePath(str(value))
+    inside = not path.is_absolute() and ".." not in path.parts and path.parts != ()
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and inside and "\0" not in str(value)
+
+
+RULES: dict[str, Rule] = {
+    "name": ("the name of a folder inside results_dir", _is_folder_name),
+    "results_dir": TEXT,
+    "seed": whole(0),
+    "model_scale": ("a number in (0, 1]", lambda value: is_kind(value, float) and 0 < value <= 1),
+    "ep_size": or_null(whole(1)),
+    "train_fraction": ("a number strictly between 0 and 1", lambda value: is_kind(value, float) and 0 < value < 1),
+    "home_cap": ("a number of at least 1", lambda value: is_kind(value, float) and value >= 1),
+    "dtype": or_null(among(*DTYPE_BYTES)),
+    "scope": among("moe_layers", "full_model"),
+    "planned_folds": ("0 or a whole number of at least 2", lambda value: is_kind(value, int) and 0 <= value != 1),
+    "time_limit_s": POSITIVE,
+    "repeats": whole(1),
+    "rerun": FLAG,
+    "replay": or_null(TEXT),
+    "serving.max_batch_tokens": whole(1),
+    "serving.max_running": whole(1),
+    "serving.kv_tokens": whole(1),
+    "cost.allow_roofline": FLAG,
+    "slo.ttft_ms": POSITIVE,
+    "slo.tpot_ms": POSITIVE,
+    "measure.feed": TEXT,
+    "measure.warmup": whole(0),
+    "measure.timeout_s": POSITIVE,
+    "workload.kind": among("batches", "serve"),
+    "workload.batch_tokens": whole(1),
+    "workload.composition": among("shuffled", "sequential"),
+    "workload.max_batches": or_null(whole(1)),
+    "workload.num_requests": whole(1),
+    "workload.arrivals": among("poisson", "trace", "all_at_once"),
+    "workload.rate_rps": POSITIVE,
+    "workload.max_prompt": or_null(whole(1)),
+    "workload.max_output": or_null(whole(1)),
+    "trace.path": TEXT,
+    "model.path": TEXT,
+    "cluster.file": or_null(TEXT),
+    "placement.slots": or_null(whole(1)),
+    "transport.name": TEXT,
+}
+
+
+def check_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """UserError naming the first key of a resolved config whose value is not what its rule asks for.
+
+    defaults: the tree of config.yaml; a key of it without a rule keeps the kind of its default value.
+    """
+    for key, (right, holds) in (_kinds_of(defaults) | RULES).items():
+        group, _, name = key.rpartition(".")
+        inside = config.get(group) if group else config
+        if not isinstance(inside, Mapping):
+            raise UserError(f"{group}={inside} must be a group of keys such as {key}")
+        if name in inside and not holds(value := inside[name]):
+            words = right.removeprefix("one of ").removesuffix(", or null").split(", ")
+            close = nearest(value, words) if right.startswith("one of ") and isinstance(value, str) else ""
+            close = close if "did you mean" in close else ""
+            raise UserError(f"{key}={'null' if value is None else value} must be {right}{close}")
+
+
+def _kinds_of(defaults: Mapping[str, Any], prefix: str = "") -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for name, default in defaults.items():
+        if isinstance(default, Mapping):
+            rules |= _kinds_of(default, f"{prefix}{name}.")
+        elif isinstance(default, bool | int | float | str):
+            kind = type(default)
+            rules[f"{prefix}{name}"] = WORDS[kind], partial(is_kind, kind=kind)
+    return rules

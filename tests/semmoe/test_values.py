@@ -1,0 +1,91 @@
+"""Every scalar key refuses what is not of its kind, by name, before anything runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from semmoe.config import compose_all, conf_dir
+from semmoe.errors import UserError
+from semmoe.values import RULES, check_values
+
+WRONG = {
+    "word": "sometimes",
+    "part": 0.37,
+    "nothing": None,
+    "negative": -3,
+    "many": [1, 2],
+    "nan": math.nan,
+    "flag": True,
+}
+SERVED = (
+    "workload.num_requests",
+    "workload.arrivals",
+    "workload.rate_rps",
+    "workload.max_prompt",
+    "workload.max_output",
+)
+
+
+def composed(key: str) -> dict:
+    overrides = ["workload=serve"] if key in SERVED else []
+    overrides += ["trace=file", "trace.path=x"] if key == "trace.path" else []
+    overrides += ["model=hf", "model.path=x"] if key == "model.path" else []
+    (config,) = compose_all(overrides)
+    return config
+
+
+def with_value(config: dict, key: str, value) -> dict:
+    group, _, name = key.rpartition(".")
+    return config | ({group: config[group] | {name: value}} if group else {name: value})
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_each_key_takes_its_default_and_refuses_wrong_kinds_by_name(key):
+    config = composed(key)
+    group, _, name = key.rpartition(".")
+    assert name in (config[group] if group else config), f"{key}: a rule for a key that no option has"
+    refused = 0
+    for value in WRONG.values():
+        try:
+            check_values(with_value(config, key, value), {})
+        except UserError as error:
+            assert f"{key}=" in str(error) and "must be" in str(error)
+            refused += 1
+    assert refused >= 3, f"{key} took almost anything"
+
+
+def test_a_key_without_a_rule_keeps_the_kind_of_its_default():
+    defaults = {"measure": {"new_key": 3}}
+    check_values(composed("seed") | {"measure": {"new_key": 4}}, defaults)
+    with pytest.raises(UserError, match=r"measure\.new_key=four must be a whole number"):
+        check_values(composed("seed") | {"measure": {"new_key": "four"}}, defaults)
+
+
+def test_every_key_of_the_config_that_is_null_by_default_has_a_rule():
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    missing = [key for key, value in tree.items() if value is None and key not in RULES]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ep_size=abc", "ep_size=abc must be a whole number of at least 1, or null"),
+        ("ep_size=", "ep_size= must be"),
+        ("seed=-1", "seed=-1 must be a whole number of at least 0"),
+        ("workload.batch_tokens=1e9", "must be a whole number"),
+        ("dtype=fp23", "did you mean 'fp32'"),
+        ("name=../elsewhere", "folder inside results_dir"),
+        ("serving=3", "must be a group of keys"),
+        ("train_fraction=1", "strictly between 0 and 1"),
+        ("rerun=maybe", "true or false"),
+        ("home_cap=nan", "home_cap=nan must be a number of at least 1"),
+    ],
+)
+def test_messages_say_what_would_be_right(override, message):
+    with pytest.raises(UserError, match=message):
+        compose_all([override])
