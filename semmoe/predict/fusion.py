@@ -1,13 +1,14 @@
 """Fusion: token id and the actual experts of the layers before, added in log-odds.
 
 q(e | token u, experts S1 of layer l-1, S2 of layer l-2)
-    = softmax_e( b[e] + w0 log(P[u, e] / p0[e]) + sum_b sum_{i < k} w[b, i] log(Q_b[S_b[i], e] / p0[e]) )
+    = softmax_e( b[e] + w0 log(P[u, e] / p0[e]) + sum_b sum_{i < k} w[b, i] A[b, i > 0][S_b[i], e] )
 
 p0 share of all choices; P the smoothed row of the token type (unseen types: of types that one request alone used, the
-best picture of a type that no request used yet); Q_b[a, e] share of choices that went to e after a, b layers before.
-Weights and b per layer by cross-entropy, see fusion_fit.py. The k choices of a layer come ordered by gate weight, so
-each place i has a weight of its own. The k ids a token are carried beside the all-gather of its hidden row
-(DispatchSpec.carry_expert_ids).
+best picture of a type that no request used yet); A[b, .][a, e] = log(Q_b[a, e] / p0[e]) + a correction, Q_b the share of
+choices that went to e after a, b layers before. The k choices of a layer come ordered by gate weight, so each place i
+has a weight of its own and the first choice a table of its own. First b and w are fitted per layer by cross-entropy
+(fusion_fit.py), then the corrections (fusion_refine.py). The k ids a token are carried beside the all-gather of its
+hidden row (DispatchSpec.carry_expert_ids).
 
 The token rows are stored as int8 in steps of 1/16 nat: an error of at most 0.03 nats before weighting.
 """
@@ -16,27 +17,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
 from ..placement.base import Placement
 from ..profile import Profile, count_by_row
-from .base import FIXED_POINT, ExpertPredictor
-from .fusion_fit import fit_weights, left_out_features, log_lift_pairs, log_lift_token, softmax
+from .base import ExpertPredictor
+from .fusion_fit import fit_weights, left_out_features, log_lift_pairs, softmax
+from .fusion_kernel import fused_scores, quantised_rows
+from .fusion_refine import columns, corrected_logits, fit_corrections
 from .vocabulary import TypeRows
 
-STEP = 1.0 / 16  # nats of one unit of the int8 token rows
 START_WEIGHTS = (0.40, 0.35, 0.22)  # token, one layer back, two back: where a layer has too little data to say
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Tables of one layer. token_UE int8 log lift in STEPs (last row: unseen type); lift_BEE log(Q_b / p0)."""
+    """Tables of one layer. token_UE int8 log lift in STEPs (last row: unseen type); lift_B2EE the tables A."""
 
     token_UE: NDArray[np.int8]
-    lift_BEE: NDArray[np.float32]
+    lift_B2EE: NDArray[np.float32]
     weight_F: NDArray[np.float32]
     bias_E: NDArray[np.float32]
     entropy: float
@@ -47,7 +48,9 @@ class Fusion(ExpertPredictor):
 
     lookback: layers looked back (0: token id alone, 1, 2); kappa: weight of the back-off in a token row, in tokens;
     pseudo: the same for a row of Q; fit_tokens: training tokens that the weights are fitted on; ridge: pull of the
-    weights to usual values, in squared units a fit token; embedding: file of the model's embedding (see vocabulary.py)
+    weights to usual values, in squared units a fit token; refine: the same for the corrections of the transition tables
+    (0: none; larger or none where one half of the requests says so of the other); embedding: file of the model's embedding
+    (see vocabulary.py)
     for the back-off of unseen tokens to their nearest neighbour.
     """
 
@@ -58,6 +61,7 @@ class Fusion(ExpertPredictor):
         pseudo: float = 5.0,
         fit_tokens: int = 8192,
         ridge: float = 1.0,
+        refine: float = 4.0,
         embedding: str | None = None,
     ) -> None:
         if lookback not in (0, 1, 2):
@@ -66,7 +70,9 @@ class Fusion(ExpertPredictor):
             if not number > 0:
                 raise UserError(f"predictor.{name}={number} must be positive")
         self.lookback, self.kappa, self.pseudo = lookback, kappa, pseudo
-        self.fit_tokens, self.ridge, self.embedding = fit_tokens, ridge, embedding
+        if not refine >= 0:
+            raise UserError(f"predictor.refine={refine} must be at least 0")
+        self.fit_tokens, self.ridge, self.refine, self.embedding = fit_tokens, ridge, refine, embedding
 
     def fit(self, profile: Profile) -> None:
         self.profile = profile
@@ -76,13 +82,17 @@ class Fusion(ExpertPredictor):
         rng = np.random.default_rng(0)
         self._sampled_T = np.zeros(tokens, dtype=np.bool_)
         self._sampled_T[rng.choice(tokens, size=min(self.fit_tokens, tokens), replace=False)] = True
+        self._half_R = rng.permutation(np.arange(profile.trace.num_requests) % 2)
         self._rare_T = self.types.used_by_one_request_U(profile)[profile.type_T]
+        self.refine_used = self.refine
+        if self.refine > 0 and self.lookback and profile.num_layers > 1:
+            self.refine_used = self._choose_refine(layer=max(1, profile.num_layers // 2))
         self.layers = [self._fit_layer(layer) for layer in range(profile.num_layers)]
 
     @property
     def table_bytes(self) -> int:
         """Bytes of all tables that a look-up may touch."""
-        parts = (a.nbytes for layer in self.layers for a in (layer.token_UE, layer.lift_BEE))
+        parts = (a.nbytes for layer in self.layers for a in (layer.token_UE, layer.lift_B2EE))
         return int(self.types.row_V.nbytes + sum(parts))
 
     def experts(
@@ -100,15 +110,85 @@ class Fusion(ExpertPredictor):
         return score_TG, best_T
 
     def left_out_experts(self, rows_S: NDArray[np.integer], layer: int) -> NDArray[np.float32]:
-        """q [S, E] of training tokens (rows of the profile's trace), each from tables without its own request."""
-        sampled_T = np.zeros(self.profile.trace.num_tokens, dtype=np.bool_)
+        """q [S, E] of training tokens (rows of the profile's trace), each from tables without its own request.
+
+        Corrections are left out by halves of the training requests: each half is corrected by what the other taught.
+        """
+        sampled_T = self._sampled_T.copy()
         sampled_T[rows_S] = True
-        in_order, place_S = np.unique(rows_S, return_inverse=True)
-        features_SFE = self._features(layer, sampled_T, len(in_order))
+        known_N = np.flatnonzero(sampled_T)
         table = self.layers[layer]
-        width = features_SFE.shape[1]
-        z_SE = np.einsum("f,sfe->se", table.weight_F[:width], features_SFE) + table.bias_E
-        return softmax(z_SE).astype(np.float32)[place_S]
+        z_NE = self._first_stage(self._features(layer, sampled_T, len(known_N)), table.weight_F, table.bias_E)
+        column_NF, scale_F = self._columns(layer, known_N, table.weight_F)
+        if self.refine_used > 0 and len(scale_F):
+            z_NE = self._crossed(layer, z_NE, column_NF, scale_F, known_N, self.refine_used)
+        return softmax(z_NE[np.searchsorted(known_N, rows_S)]).astype(np.float32)
+
+    def _crossed(
+        self,
+        layer: int,
+        z_NE: NDArray[np.float32],
+        column_NF: NDArray[np.int32],
+        scale_F: NDArray[np.float32],
+        rows_N: NDArray[np.int64],
+        ridge: float,
+    ) -> NDArray[np.float32]:
+        """Logits of each half of the requests, corrected by what the sampled tokens of the other half taught."""
+        half_N, learns_N = self._half_R[self.profile.trace.request_T[rows_N]], self._sampled_T[rows_N]
+        crossed_NE = z_NE.copy()
+        for half in (0, 1):
+            here, there = half_N == half, (half_N != half) & learns_N
+            if here.any() and there.any():
+                taught = self._corrections(layer, z_NE[there], column_NF[there], scale_F, rows_N[there], ridge)
+                crossed_NE[here] = corrected_logits(z_NE[here], column_NF[here], scale_F, taught)
+        return crossed_NE
+
+    def _choose_refine(self, layer: int) -> float:
+        """The ridge among 1, 4, 16 times `refine` or none (0) that predicts one half of the requests best from the
+        other: with few routes the corrections learn noise."""
+        rows_S = np.flatnonzero(self._sampled_T)
+        features_SFE = self._features(layer, self._sampled_T, len(rows_S))
+        weight_F, bias_E, _ = self._weights(layer, features_SFE, rows_S)
+        z_SE = self._first_stage(features_SFE, weight_F, bias_E)
+        column_SF, scale_F = self._columns(layer, rows_S, weight_F)
+        chosen_Sk = self.profile.trace.experts_TLk[rows_S, layer].astype(np.int64)
+
+        def entropy(z_SE: NDArray[np.float32]) -> float:
+            return float(-np.log(np.take_along_axis(softmax(z_SE), chosen_Sk, axis=1)).mean())
+
+        best, ridge = entropy(z_SE), 0.0
+        for factor in (1, 4, 16):
+            found = entropy(self._crossed(layer, z_SE, column_SF, scale_F, rows_S, factor * self.refine))
+            if found < best:
+                best, ridge = found, factor * self.refine
+        return ridge
+
+    def _first_stage(
+        self, features_SFE: NDArray[np.float32], weight_F: NDArray[np.floating], bias_E: NDArray[np.floating]
+    ) -> NDArray[np.float32]:
+        z_SE = np.einsum("f,sfe->se", weight_F.astype(np.float32), features_SFE) + bias_E.astype(np.float32)
+        return np.ascontiguousarray(z_SE, dtype=np.float32)
+
+    def _columns(
+        self, layer: int, rows_S: NDArray[np.int64], weight_F: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        earlier_BSk = self._earlier(layer)[:, rows_S]
+        scale_F = weight_F[1:] * np.repeat(_gain(weight_F, len(earlier_BSk)), self.top_k)
+        return columns(earlier_BSk, self.profile.num_experts), scale_F.astype(np.float32)
+
+    def _corrections(
+        self,
+        layer: int,
+        z_SE: NDArray[np.float32],
+        column_SF: NDArray[np.int32],
+        scale_F: NDArray[np.float32],
+        rows_S: NDArray[np.int64],
+        ridge: float,
+    ) -> NDArray[np.float32]:
+        experts = self.profile.num_experts
+        chosen_Sk = np.ascontiguousarray(self.profile.trace.experts_TLk[rows_S, layer])
+        tables = 2 * (column_SF.shape[1] // self.top_k) * experts
+        return fit_corrections(z_SE, column_SF, scale_F, chosen_Sk, tables, ridge)
 
     def _sums(
         self,
@@ -124,7 +204,7 @@ class Fusion(ExpertPredictor):
             self.types.rows(token_ids_T),
             np.ascontiguousarray(history),
             table.token_UE,
-            table.lift_BEE,
+            table.lift_B2EE,
             table.weight_F,
             table.bias_E,
             mask_EG,
@@ -173,19 +253,33 @@ class Fusion(ExpertPredictor):
             samples,
         )
 
+    def _weights(
+        self, layer: int, features_SFE: NDArray[np.float32], rows_S: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        prior_E = self._prior(layer)
+        hits_SE = count_by_row(
+            np.arange(len(rows_S)), self.profile.trace.experts_TLk[rows_S, layer], len(rows_S), len(prior_E)
+        )
+        start_F = np.concatenate([[START_WEIGHTS[0]], np.repeat(START_WEIGHTS[1:], self.top_k)])
+        return fit_weights(features_SFE, hits_SE, prior_E, start_F[: features_SFE.shape[1]], self.ridge)
+
     def _fit_layer(self, layer: int) -> _Layer:
-        trace, k = self.profile.trace, self.top_k
         prior_E = self._prior(layer)
         rows_S = np.flatnonzero(self._sampled_T)
         features_SFE = self._features(layer, self._sampled_T, len(rows_S))
-        hits_SE = count_by_row(np.arange(len(rows_S)), trace.experts_TLk[rows_S, layer], len(rows_S), len(prior_E))
-        backs = (features_SFE.shape[1] - 1) // k
-        start_F = np.concatenate([[START_WEIGHTS[0]], np.repeat(START_WEIGHTS[1:], k)])
-        used = 1 + backs * k
-        weight_F, bias_E, entropy = fit_weights(features_SFE, hits_SE, prior_E, start_F[:used], self.ridge)
+        backs = (features_SFE.shape[1] - 1) // self.top_k
+        weight_F, bias_E, entropy = self._weights(layer, features_SFE, rows_S)
+        lift_B2EE = np.repeat(self._lifts(layer, backs, prior_E)[:, None], 2, axis=1)
+        if self.refine_used > 0 and backs:
+            z_SE = self._first_stage(features_SFE, weight_F, bias_E)
+            column_SF, scale_F = self._columns(layer, rows_S, weight_F)
+            correction = self._corrections(layer, z_SE, column_SF, scale_F, rows_S, self.refine_used).reshape(
+                lift_B2EE.shape
+            )
+            lift_B2EE += correction * _gain(weight_F, backs).astype(np.float32)[:, None, None, None]
         return _Layer(
             self._token_rows(layer, prior_E),
-            self._lifts(layer, backs, prior_E),
+            lift_B2EE,
             weight_F.astype(np.float32),
             bias_E.astype(np.float32),
             entropy,
@@ -204,66 +298,8 @@ class Fusion(ExpertPredictor):
         return lift_BEE.astype(np.float32)
 
 
-@numba.njit(cache=True)
-def quantised_rows(counts_UE, tokens_U, k, kappa, back_off_E, prior_E):  # type: ignore[no-untyped-def]
-    """int8 [U + 1, E] of log(P / p0) in STEPs; the last row is that of an unseen type."""
-    types, experts = counts_UE.shape
-    rows = np.empty((types + 1, experts), dtype=np.int8)
-    none_E = np.zeros(experts, dtype=np.int32)
-    lift_E = np.empty(experts, dtype=np.float64)
-    for u in range(types + 1):
-        seen = tokens_U[u] if u < types else 0
-        log_lift_token(counts_UE[u] if u < types else none_E, seen, k, kappa, back_off_E, prior_E, lift_E)
-        for e in range(experts):
-            rows[u, e] = np.int8(min(max(np.rint(lift_E[e] / STEP), -127.0), 127.0))
-    return rows
-
-
-@numba.njit(cache=True)
-def fused_scores(row_T, history_TBk, token_UE, lift_BEE, weight_F, bias_E, mask_EG, top_k):  # type: ignore[no-untyped-def]
-    """(share_TG, fixed-point score_TG, largest share of a rank); q and its sums over ranks in one pass over tokens."""
-    tokens, experts, ranks = len(row_T), token_UE.shape[1], mask_EG.shape[1]
-    backs, k = min(lift_BEE.shape[0], history_TBk.shape[1]), history_TBk.shape[2]
-    share = np.zeros((tokens, ranks), dtype=np.float32)
-    score = np.empty((tokens, ranks), dtype=np.int32)
-    best = np.zeros(tokens, dtype=np.float32)
-    copies_E = mask_EG.sum(axis=1)
-    owner_E = np.zeros(experts, dtype=np.int64)
-    for e in range(experts):
-        for g in range(ranks):
-            if mask_EG[e, g]:
-                owner_E[e] = g
-    unit = weight_F[0] * np.float32(STEP)
-    z = np.empty(experts, dtype=np.float32)
-    for t in range(tokens):
-        row = token_UE[row_T[t]]
-        for e in range(experts):
-            z[e] = bias_E[e] + unit * np.float32(row[e])
-        for b in range(backs):
-            for i in range(k):
-                before = history_TBk[t, b, i]
-                if before < 0:
-                    continue
-                w = weight_F[1 + b * k + i]
-                lift = lift_BEE[b, before]
-                for e in range(experts):
-                    z[e] += w * lift[e]
-        top = z[0]
-        for e in range(1, experts):
-            top = max(top, z[e])
-        total = np.float32(0.0)
-        for e in range(experts):
-            z[e] = np.exp(z[e] - top)
-            total += z[e]
-        for e in range(experts):
-            if copies_E[e] == 1:
-                share[t, owner_E[e]] += z[e]
-            else:
-                for g in range(ranks):
-                    if mask_EG[e, g]:
-                        share[t, g] += z[e]
-        for g in range(ranks):
-            share[t, g] /= total
-            score[t, g] = np.int32(np.rint(share[t, g] * top_k * FIXED_POINT))
-            best[t] = max(best[t], share[t, g])
-    return share, score, best
+def _gain(weight_F: NDArray[np.floating], backs: int) -> NDArray[np.float64]:
+    """[B] what makes the mean weight of a layer's places 1, at most 10: the unit in which corrections are fitted."""
+    if not backs:
+        return np.empty(0)
+    return np.asarray(1.0 / np.maximum(np.abs(weight_F[1:]).reshape(backs, -1).mean(axis=1), 0.1))

@@ -9,8 +9,10 @@ import pytest
 
 from semmoe.errors import UserError
 from semmoe.placement.base import Placement
-from semmoe.predict.fusion import STEP, Fusion
+from semmoe.predict.fusion import Fusion
 from semmoe.predict.fusion_fit import fit_weights, softmax
+from semmoe.predict.fusion_kernel import STEP
+from semmoe.predict.fusion_refine import columns, entropy_and_slope
 from semmoe.predict.token_table import TokenTable
 from semmoe.profile import Profile
 from semmoe.sources.synthetic import Synthetic
@@ -81,7 +83,7 @@ def test_q_is_the_formula_of_the_module() -> None:
     z = table.bias_E + table.weight_F[0] * STEP * table.token_UE[row_T]
     for b in range(2):
         for i in range(3):
-            z = z + table.weight_F[1 + 3 * b + i] * table.lift_BEE[b, history[:, b, i]]
+            z = z + table.weight_F[1 + 3 * b + i] * table.lift_B2EE[b, min(i, 1), history[:, b, i]]
     np.testing.assert_allclose(FUSION.experts(TEST.token_id_T[:5], layer, history), softmax(z), rtol=1e-4)
 
 
@@ -147,6 +149,41 @@ def test_absent_history_is_the_token_alone() -> None:
     absent = np.full((4, 2, 3), -1, dtype=np.int16)
     ids = TEST.token_id_T[:4]
     assert np.array_equal(FUSION.experts(ids, 2, absent), FUSION.experts(ids, 2, None))
+
+
+def test_corrections_predict_unseen_requests_better_and_sharpen_the_left_out_rows_alike() -> None:
+    plain = fitted(refine=0.0)
+    everything = np.arange(TRAIN.num_tokens)
+    for layer in (1, 2, 3):
+        history, experts_Tk = history_of(TEST, layer), TEST.experts_TLk[:, layer]
+        refined = cross_entropy(FUSION.experts(TEST.token_id_T, layer, history), experts_Tk)
+        before = cross_entropy(plain.experts(TEST.token_id_T, layer, history), experts_Tk)
+        left = cross_entropy(FUSION.left_out_experts(everything, layer), TRAIN.experts_TLk[:, layer])
+        seen = cross_entropy(
+            FUSION.experts(TRAIN.token_id_T, layer, history_of(TRAIN, layer)), TRAIN.experts_TLk[:, layer]
+        )
+        assert refined < before + 0.005
+        assert seen < left  # left-out rows do not know their own request
+    assert FUSION.left_out_experts(everything[:5], 0).shape == (5, 16)  # no layer before: nothing to correct
+
+
+def test_the_slope_of_the_corrections_is_that_of_their_loss() -> None:
+    rng = np.random.default_rng(0)
+    start, scale = rng.normal(size=(20, 5)).astype(np.float32), np.array([1.3, 0.7], dtype=np.float32)
+    column = columns(rng.integers(0, 5, (1, 20, 2)), 5)
+    chosen = np.stack([rng.permutation(5)[:2] for _ in range(20)])
+    at = rng.normal(size=(10, 5)).astype(np.float32)
+    _, slope = entropy_and_slope(start, column, scale, chosen, at)
+    for row, e in ((0, 1), (3, 4), (7, 0)):
+        up, down = at.copy(), at.copy()
+        up[row, e] += 0.01
+        down[row, e] -= 0.01
+        rise = (
+            entropy_and_slope(start, column, scale, chosen, up)[0]
+            - entropy_and_slope(start, column, scale, chosen, down)[0]
+        )
+        assert rise / 0.02 == pytest.approx(slope[row, e], abs=2e-4)
+    assert columns(np.array([[[3, 1]]]), 4).tolist() == [[3, 5]]
 
 
 def test_newton_finds_the_weights_that_made_the_data() -> None:
