@@ -1,0 +1,203 @@
+"""Every policy on equal terms: one table of held-out locality, load and time, as Markdown.
+
+    python -m semmoe.evaluate --trace tiny --trace gptoss --out results/policies.md
+
+Traces: "tiny" (shipped), "gptoss" (published GPT-OSS-20B routes, ../shared/data/traces beside the checkout), or a trace
+file recorded on a model that --model names. What a row is made from: trials.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import conf_dir, group_options
+from .errors import UserError
+from .inputs import ASSETS, check_trace, load_cluster
+from .plugins import instantiate
+from .results import write_atomically
+from .sources.fingerprints import load_fingerprints
+from .specs import ModelSpec
+from .trace import RoutingTrace
+from .trials import Bench, Policy, Trial, option, paired
+
+GPTOSS = conf_dir().parent.parent / "shared/data/traces/gptoss20b_mmlu_decode_routes.npz"
+COLUMNS = {
+    "lar": "LAR",
+    "fan_out": "fan-out",
+    "imbalance_total": "load",
+    "home_imbalance": "home balance",
+    "after_head_lar": "LAR after head",
+    "planning_ms": "plan ms",
+    "placement_s": "place s",
+}
+OWN = Policy("semantic")  # our placement, token scheduler
+FUSION = Policy("fusion")
+WINDOWED = Policy("windowed", {"slack": 0.0})
+ORDERS = 20  # arrival orders where they matter
+
+
+def tp_trials(placements: Sequence[str]) -> Iterator[tuple[str, Trial]]:
+    """(section, trial) of attention-TP."""
+    ours = Trial(flow="tp_shuffled", placement=OWN, predictor=FUSION, scheduler=OWN)
+    yield "baseline", replace(ours, placement=Policy("contiguous"), predictor=Policy("none"), scheduler=Policy("none"))
+    if "sem_moe" in placements:
+        paper = replace(ours, placement=Policy("sem_moe"), predictor=Policy("paper"), scheduler=Policy("sort_cut"))
+        yield "the paper's rules", paper
+        yield "the paper's rules", replace(paper, scheduler=OWN)
+    for name in placements:
+        yield "placements", replace(ours, placement=Policy(name))
+    yield "placements", replace(ours, placement=Policy("semantic", {"load_weight": 0.0}))
+    yield "placements", replace(ours, home_cap=1.0)
+    yield "placements", replace(ours, extra_slots=1)
+    for name in ("none", "device_ngram", "token_table", "paper", "oracle"):
+        yield "predictors", paired(ours, predictor=Policy(name))
+    for name in group_options("token_scheduler"):
+        if name != "semantic":
+            yield "token schedulers", paired(ours, scheduler=Policy(name))
+
+
+def dp_trials(placements: Sequence[str], ep_size: int) -> Iterator[tuple[str, Trial]]:
+    """(section, trial) of attention-DP; several orders wherever a request's home depends on when it comes."""
+    ours = Trial(flow="dp", placement=OWN, scheduler=WINDOWED)
+    yield (
+        "baseline",
+        replace(ours, placement=Policy("contiguous"), scheduler=Policy("round_robin"), head_tokens=0, orders=ORDERS),
+    )
+    if "sem_moe" in placements:
+        yield "the paper's rules", replace(ours, placement=Policy("sem_moe"), scheduler=Policy("mask"), orders=ORDERS)
+    for name in placements:
+        yield "placements, all requests in one window", replace(ours, placement=Policy(name))
+    yield "placements, all requests in one window", replace(ours, extra_slots=1)
+    window = 4 * ep_size if ep_size <= 4 else 2 * ep_size
+    schedulers = [name for name in group_options("request_scheduler") if name not in ("windowed", "oracle", "semantic")]
+    for name in schedulers:
+        yield "request schedulers", replace(ours, scheduler=Policy(name), window=window, orders=ORDERS)
+    for policy in (Policy("semantic", {"slack": 0.0}), WINDOWED, Policy("windowed", {"slack": 1.0})):
+        yield "request schedulers", replace(ours, scheduler=policy, window=window, orders=ORDERS)
+    for policy in (Policy("oracle", {"slack": 0.0}),):
+        yield "request schedulers", replace(ours, scheduler=policy)
+
+
+def table(name: str, bench: Bench, placements: Sequence[str]) -> str:
+    """Both halves of the report for one trace and EP size."""
+    parts = []
+    for flow, trials in (("TP", tp_trials(placements)), ("DP", dp_trials(placements, bench.ep_size))):
+        lines, section = [], ""
+        columns = [c for c in COLUMNS if flow == "DP" or c != "after_head_lar"]
+        for where, trial in trials:
+            if where != section:
+                section = where
+                lines.append(f"| **{where}** |" + " |" * len(columns))
+            start = time.perf_counter()
+            try:
+                figures = bench.run(trial)
+            except UserError as error:
+                lines.append(f"| {row_name(trial)} | {error} |" + " |" * (len(columns) - 1))
+                continue
+            lines.append(f"| {row_name(trial)} | " + " | ".join(spread(figures[c], c) for c in columns) + " |")
+            print(f"{name} EP{bench.ep_size} {flow} {lines[-1]} {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        head = f"| {flow}: placement, predictor, scheduler | " + " | ".join(COLUMNS[c] for c in columns) + " |"
+        rule = "| --- |" + " --- |" * len(columns)
+        parts.append("\n".join([head, rule, *lines]))
+    return f"## {name}, EP{bench.ep_size}\n\n" + "\n\n".join(parts)
+
+
+def row_name(trial: Trial) -> str:
+    name = trial.placement.label + (f" +{trial.extra_slots} slot a rank" if trial.extra_slots else "")
+    if trial.flow == "tp_shuffled":
+        name += f", {trial.predictor.label}"
+    name += f", {trial.scheduler.label}"
+    if trial.window:
+        name += f" (waiting {trial.window})"
+    return name + ("" if trial.home_cap == 1.1 else f", home cap {trial.home_cap:g}")
+
+
+def spread(values: NDArray[np.float64], column: str) -> str:
+    """Mean and standard deviation over folds (times: the mean alone)."""
+    if column in ("planning_ms", "placement_s"):
+        return f"{values.mean():.2f}"
+    deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
+    digits = 2 if column in ("imbalance_total", "home_imbalance", "fan_out") else 3
+    return f"{values.mean():.{digits}f} ± {deviation:.{digits}f}"
+
+
+def load(name: str, model: str | None) -> tuple[RoutingTrace, ModelSpec]:
+    """The trace of this name and the spec of its model."""
+    if name == "gptoss":
+        trace, model = load_fingerprints(GPTOSS), "gpt-oss-20b"
+    elif name == "tiny":
+        trace, model = RoutingTrace.load(ASSETS / "traces/tiny_docs.npz"), "tiny"
+    elif model is None:
+        raise UserError(f"--trace {name} needs --model (one of {', '.join(group_options('model'))})")
+    else:
+        trace = RoutingTrace.load(name)
+    spec: ModelSpec = instantiate(option("model", model), "model")
+    check_trace(trace, spec)
+    return trace, spec
+
+
+def report(options: argparse.Namespace, command: str) -> str:
+    _, cluster = load_cluster(option("cluster", "h100x8"))
+    placements = options.placements.split(",") if options.placements else group_options("placement")
+    sections = []
+    for name in options.trace:
+        trace, model = load(name, options.model)
+        for ep_size in (int(g) for g in options.ep.split(",")):
+            limits: dict[str, Any] = {"time_limit_s": options.time_limit, "seed": options.seed}
+            bench = Bench(trace, model, cluster, ep_size, options.folds, options.halves, **limits)
+            about = f"{trace.num_requests} requests, {trace.num_tokens} tokens, {trace.num_layers} MoE layers, "
+            about += f"{trace.num_experts} experts, top-{trace.top_k}."
+            head, body = table(Path(name).stem, bench, placements).split("\n", 1)
+            sections.append(f"{head}\n\n{about}\n{body}")
+    intro = [
+        "# Policies on held-out routes",
+        f"Made by `{command}`.",
+        f"Attention-TP: {options.folds} folds by request, batches of 512 tokens shuffled over the held-out requests. "
+        f"Attention-DP: {options.halves} seeded halves; a request runs its first 64 tokens where round robin put it, is "
+        "re-homed once by the experts measured there (its KV cache moves), and all its tokens count; *LAR after head* "
+        f"leaves the head out. Rows that name waiting requests are means of {ORDERS} arrival orders.",
+        "*load*: expert rows of the fullest rank over the mean, over all held-out tokens; *home balance*: the same for "
+        "tokens at home; *plan ms*: one batch and layer (TP) or all requests (DP); *place s*: placement, all layers. "
+        f"± is the standard deviation over folds or halves. Placements had {options.time_limit:g} s each.",
+    ]
+    return "\n\n".join([*intro, *sections]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="semmoe evaluate policies", description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", action="append", help="tiny, gptoss, or a trace file (may be repeated)")
+    parser.add_argument("--model", help="model of a trace file")
+    parser.add_argument("--ep", default="4,8", help="EP sizes")
+    parser.add_argument("--placements", default="", help="only these placement policies (default: all)")
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--halves", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a placement may search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="Markdown file (default: standard output)")
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(words)
+    options.trace = options.trace or ["tiny"]
+    try:
+        text = report(options, "python -m semmoe.evaluate " + " ".join(words))
+    except UserError as error:
+        print(f"semmoe evaluate: {error}", file=sys.stderr)
+        return 2
+    if options.out:
+        write_atomically(options.out, text)
+        print(options.out)
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
