@@ -51,4 +51,5 @@ def test_every_override_in_the_documents_is_a_key_that_exists():
 def test_every_document_that_is_named_exists():
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for name in re.findall(r"`((?:docs|conf|results|tests)/[\w/.]+\.(?:md|yaml|py))`", document.read_text()):
-            assert (ROOT / name).exists(), f"{document.name} names {name}"
+            if not name.startswith("results/runs/"):
+                assert (ROOT / name).exists(), f"{document.name} names {name}"
