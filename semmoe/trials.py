@@ -21,7 +21,7 @@ from .config import conf_dir, group_options
 from .dispatch import DispatchSpec
 from .errors import UserError, nearest
 from .locality import LocalityMeter
-from .placement.base import Placement, PlacementProblem
+from .placement.base import Placement, PlacementProblem, check_divisible
 from .plugins import instantiate
 from .profile import Profile
 from .recipe import Fitted, Recipe
@@ -91,6 +91,7 @@ class Bench:
         time_limit_s: float = 60.0,
         seed: int = 0,
     ) -> None:
+        check_divisible(model.num_experts, model.num_experts, ep_size)
         self.trace, self.model, self.cluster, self.ep_size = trace, model, cluster, ep_size
         self.batch_tokens, self.time_limit_s, self.seed = batch_tokens, time_limit_s, seed
         self.parts = {

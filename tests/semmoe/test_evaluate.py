@@ -1,0 +1,61 @@
+"""The evaluation of policies: rows on small data, held-out figures that move the right way, the command's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from semmoe.errors import UserError
+from semmoe.evaluate import load, main, spread
+from semmoe.inputs import load_cluster
+from semmoe.trials import Bench, Policy, Trial, option, paired
+
+TRACE, MODEL = load("tiny", None)
+SMALL = TRACE.select(np.arange(24))
+_, CLUSTER = load_cluster(option("cluster", "h100x8"))
+BENCH = Bench(SMALL, MODEL, CLUSTER, 4, folds=2, halves=2)
+OURS = Trial(
+    flow="tp_shuffled",
+    placement=Policy("semantic", {"restarts": 2}),
+    predictor=Policy("fusion"),
+    scheduler=Policy("semantic"),
+)
+
+
+def test_known_homes_beat_predicted_ones_and_those_beat_none_on_one_placement() -> None:
+    oracle, fused, blind = (
+        BENCH.run(trial)["lar"].mean()
+        for trial in (paired(OURS, predictor=Policy("oracle")), OURS, paired(OURS, predictor=Policy("none")))
+    )
+    assert oracle > fused > blind + 0.1
+    assert blind == pytest.approx(0.25, abs=0.02)
+
+
+def test_trials_share_a_placement_where_they_say_so() -> None:
+    first, _ = BENCH.fitted(OURS, 0)
+    second, _ = BENCH.fitted(paired(OURS, predictor=Policy("token_table")), 0)
+    assert first.placement is second.placement and first.predictor is not second.predictor
+
+
+def test_heads_run_where_they_arrived_and_the_rest_where_the_scheduler_says() -> None:
+    trial = Trial(
+        flow="dp", placement=Policy("semantic", {"restarts": 2}), scheduler=Policy("windowed", {"slack": 0.0})
+    )
+    known, stays = BENCH.run(trial), BENCH.run(paired(trial, head_tokens=10**6))
+    assert known["after_head_lar"].mean() > known["lar"].mean() > stays["lar"].mean()
+    assert stays["lar"].mean() == pytest.approx(0.25, abs=0.03)  # all tokens are head: nobody is re-homed in time
+    assert np.isnan(stays["after_head_lar"]).all()
+
+
+def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--trace", "tiny", "--model", "nonsense", "--ep", "3"]) == 2
+    assert "ep_size=3" in capsys.readouterr().err
+    with pytest.raises(UserError, match="needs --model"):
+        load(str(tmp_path / "x.npz"), None)
+
+
+def test_spread_is_the_deviation_over_folds() -> None:
+    assert spread(np.array([0.5, 0.6]), "lar") == "0.550 ± 0.071"
+    assert spread(np.array([1.0, 3.0]), "placement_s") == "2.00"
