@@ -108,7 +108,7 @@ class SemMoe:
             if self.polish:
                 if start % 2:  # from the random homes: the greedy steps lead most starts to one pair
                     found = (found[0], best_experts(tables.mass_LRE[part], home_R, ranks), home_R)
-                found = polished(tables.mass_LRE[part], tables.length_R, *found[1:], ranks, self.theta)
+                found = polished(tables.mass_LRE[part], tables.length_R, found[1], found[2], ranks, self.theta)
             if found[0] < best:
                 best, rank_LE, home_R_best = found
         return float(best), rank_LE, home_R_best
