@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -28,6 +29,9 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
   semmoe trace info|record|synthetic ...  look at, record or make routing traces
   semmoe check GROUP._target_=mod.Class   conformance of your own policy, and its figures beside the built-ins
   semmoe validate [data=DIR|FILE]         the cost model against public measurements that it was not fitted to
+  semmoe slo [slo=paper|absolute] [key=value ...]   throughput under SLO, by bisection over the request rate
+  semmoe timeline [out=DIR] [key=value ...]         a simulated run for Perfetto, with its pair traffic
+  semmoe evaluate policies [--trace ...]  every policy on held-out routes, with spread
   semmoe policies                         every policy that can be named, with what it does
 
 `-m` sweeps over comma-separated values: semmoe simulate -m placement=contiguous,semantic request_scheduler=round_robin
@@ -165,7 +169,7 @@ def compare(rest: Sequence[str]) -> int:
         comparison.to_csv(options.csv)
     first = Path(options.runs[0])
     html = options.html or (first if first.is_dir() else first.parent) / "report.html"
-    write_report(comparison, html, title=f"semmoe: {first.name}", command="semmoe compare " + " ".join(rest))
+    write_report(comparison, html, title=f"semmoe: {first.name}", command="semmoe compare " + shlex.join(rest))
     print(f"report: {html}")
     return 0
 
@@ -180,6 +184,24 @@ def place(rest: Sequence[str]) -> int:
 
 def validate(rest: Sequence[str]) -> int:
     return int(_backend("simulator.validate", "harness").main(rest))
+
+
+def slo(rest: Sequence[str]) -> int:
+    """Find the highest request rate of one configuration that keeps the SLO."""
+    return int(_backend("simulator.slo", "harness").main(rest) or 0)
+
+
+def timeline(rest: Sequence[str]) -> int:
+    """Simulate one configuration and write its steps for Perfetto."""
+    return int(_backend("simulator.timeline_trace", "harness").main(rest) or 0)
+
+
+def evaluate(rest: Sequence[str]) -> int:
+    from .evaluate import main as evaluate_main
+
+    if rest[:1] != ["policies"]:
+        raise UserError("semmoe evaluate policies [--trace tiny|gptoss|FILE] [--out FILE.md] is right; --help explains")
+    return evaluate_main(rest[1:])
 
 
 def check(rest: Sequence[str]) -> int:
@@ -214,6 +236,9 @@ COMMANDS = {
     "place": place,
     "check": check,
     "validate": validate,
+    "evaluate": evaluate,
+    "slo": slo,
+    "timeline": timeline,
     "trace": trace,
     "policies": policies,
 }

@@ -60,6 +60,7 @@ RULES: dict[str, Rule] = {
     "serving.max_running": whole(1),
     "serving.kv_tokens": whole(1),
     "cost.allow_roofline": FLAG,
+    "cost.fidelity": among("bottleneck", "flow"),
     "slo.ttft_ms": POSITIVE,
     "slo.tpot_ms": POSITIVE,
     "measure.feed": TEXT,

@@ -53,7 +53,7 @@ def step_timer(run: Run) -> StepTimer:
         attention_tp = 1 if run.spec.flow == "dp" else run.ep_size
         check_fits(run.model, run.cluster, run.recipe.slots // run.ep_size, attention_tp)
     allow = bool(run.cfg["cost"]["allow_roofline"])
-    fidelity = str(run.cfg["cost"].get("fidelity", "bottleneck"))
+    fidelity = str(run.cfg["cost"]["fidelity"])
     cost = CostModel(run.model, run.cluster, run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
     return StepTimer(run.planner(), cost, run.meter(), full_model)
 
