@@ -73,6 +73,7 @@ def calibrate(run: Run, effort: Effort = QUICK) -> Path:
         "collectives_us": [[*key, *map(float, us)] for key, us in samples.collectives.items()],
         "experts_us": [[*key, *us] for key, us in samples.experts.items()],
         "local_us": [[*key, *value] for key, value in samples.local.items()],
+        "attention_us": [[*work, us] for work, us in samples.attention.items()],
         "residuals": report,
     }
     write_atomically(path.with_suffix(".samples.json"), json.dumps(raw, indent=1))

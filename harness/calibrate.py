@@ -1,8 +1,9 @@
 """Calibrate: single operations of this machine's ranks, measured and written as a cluster file.
 
 What is timed: every transport operation at several sizes (balanced, and skewed as a check), the experts over a grid,
-gate, index work and planning by rows. Never a composed layer. Names of the terms are those that the cost model
-documents: curves "dispatch.a2a_dedup", "srs", ...; host_us / per_row_ns "gate", "permute.a2a_dedup", "plan.tp_shuffled".
+gate, index work and planning by rows; of the tiny model also attention and LM head. Never a composed layer.
+Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
+per_row_ns "gate", "permute.a2a_dedup", "plan.tp_shuffled", "attention.token", "head".
 Sizes of curves count bytes as nccl-tests does: of balanced traffic, the bytes that leave a rank * n / (n - 1).
 """
 
@@ -26,6 +27,7 @@ from .fit import Samples, steady
 from .layer import build_layers
 from .pool import Pool
 from .reference.gate import Gating
+from .single_attention import is_tiny, time_attention, time_ends
 from .single_local import time_experts, time_index_work, time_machine, time_planning
 from .single_ops import time_collectives
 from .stack import open_transport
@@ -49,6 +51,7 @@ class Effort:
     rows_per_expert: tuple[int, ...] = (1, 8, 32, 128)
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
     planned_tokens: tuple[int, ...] = (64, 256, 1024)
+    entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
     samples: int = 10
     inner: int = 4
     local_samples: int = 15
@@ -101,6 +104,8 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]]) -> None:
         samples.local[key] = (float(np.mean(rows)), float(np.mean([steady(u) for u in us])))
     for key in parts[0]["plan"]:  # all ranks plan the same step: the slowest counts
         samples.local[key] = (float(key[1]), max(steady(part["plan"][key][1]) for part in parts))
+    for work in parts[0]["attention"]:
+        samples.attention[work] = float(np.mean([steady(part["attention"][work]) for part in parts]))
     samples.machine = parts[0]["machine"]
 
 
@@ -156,8 +161,11 @@ def local_work_task(context: RankContext, run: Run, effort: Effort) -> dict[str,
         run.recipe.make_replica_router() if placement.has_replicas else None,
         run.recipe.home_cap,
     )
+    tiny = is_tiny(run.model)
+    ends = time_ends(context, effort.entries, effort.local_samples) if tiny else {}
     return {
-        "index": time_index_work(context, layers, effort.local_tokens, effort.local_samples),
+        "index": time_index_work(context, layers, effort.local_tokens, effort.local_samples) | ends,
+        "attention": time_attention(context, effort.local_samples) if tiny else {},
         "together": time_experts(context, first, grid, effort.local_samples, alone=False),
         "alone": time_experts(context, first, grid, effort.local_samples, alone=True),
         "plan": time_planning(context, planner, effort.planned_tokens, effort.local_samples),

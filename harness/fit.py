@@ -29,11 +29,13 @@ CURVE_NAMES = {
 @dataclass(eq=False)
 class Samples:
     """Raw microseconds. collectives[op, rows, skew, ranks][sample]: slowest rank; experts[active, rows each]: (CPU of
-    all at once, wall of all at once, CPU alone), mean over samples; local[what, tokens]: (rows handled, mean)."""
+    all at once, wall of all at once, CPU alone), mean over samples; local[what, tokens]: (rows handled, mean);
+    attention[tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny model)."""
 
     collectives: dict[tuple[str, int, float, int], list[float]] = field(default_factory=dict)
     experts: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
     local: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    attention: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     machine: dict[str, float] = field(default_factory=dict)
 
 
@@ -41,6 +43,8 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
     """The content of the cluster file (see ClusterSpec.from_dict)."""
     ranks = run.ep_size
     host_us, per_row_ns = fit_local(samples)
+    block_us, work_ns = fit_attention(samples)
+    host_us, per_row_ns = host_us | block_us, per_row_ns | work_ns
     host_us["barrier"] = float(np.mean(samples.collectives["barrier", 0, 0.0, ranks])) if ranks > 1 else 0.0
     curves = curves_of(samples, ranks, run)
     slowest = [c for c in curves if c["op"] == "alltoall" and c["ranks"] == ranks]
@@ -123,6 +127,20 @@ def fit_local(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
     return host_us, per_row_ns
 
 
+ATTENTION_TERMS = ("attention.token", "attention.sequence", "attention.pair", "attention.kv")
+
+
+def fit_attention(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
+    """(host_us, per_row_ns) of an attention block: fixed, and by token, request, prefill pair and key of a decode."""
+    from scipy.optimize import nnls
+
+    if not samples.attention:
+        return {}, {}
+    work, us = np.array(list(samples.attention), dtype=np.float64), np.array(list(samples.attention.values()))
+    terms, _ = nnls(np.column_stack([np.ones(len(us)), work]) / us[:, None], np.ones(len(us)))
+    return {"attention.block": float(terms[0])}, dict(zip(ATTENTION_TERMS, map(float, terms[1:] * 1e3), strict=True))
+
+
 def _points(samples: Samples, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rows, us = np.array([value for key, value in samples.local.items() if key[0] == what]).T
     return rows, us
@@ -160,6 +178,11 @@ def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[tup
             handled, taken_us = _points(samples, what)
             fit_us = cluster["host_us"][what] + cluster["per_row_ns"][what] * handled / 1e3
             found.append((f"{what}, linear fit", float(np.abs(fit_us / taken_us - 1).max()), "largest relative error"))
+    if samples.attention:
+        terms = [cluster["host_us"]["attention.block"], *(cluster["per_row_ns"][t] / 1e3 for t in ATTENTION_TERMS)]
+        fits = [float(np.dot(terms, (1, *work))) / us for work, us in samples.attention.items()]
+        found.append(("attention, linear fit", float(np.median(np.abs(np.array(fits) - 1))), "median relative error"))
+        found.append(("attention, linear fit", float(np.abs(np.array(fits) - 1).max()), "largest relative error"))
     cores = max(int(cluster["cores"]), 1)
     rule = [wall / (cpu * max(ranks / cores, 1.0)) for cpu, wall, _ in samples.experts.values()]
     found.append(("experts, all ranks at once", float(np.median(rule)), "x the rule sum over ranks / cores"))

@@ -10,6 +10,16 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
     host_us.step      fixed part of a forward pass (scope full_model)
     host_us.attention shortest attention kernel of a layer (scope full_model)
 
+Measured whole-model terms of a rank (scope full_model, attention-DP, the model that the calibration names by
+expert_grid_shape); without them, attention and LM head are rooflines:
+
+    host_us.attention.block  fixed part of an attention block  per_row_ns.attention.token     per token
+        per_row_ns.attention.sequence  per request in the step
+        per_row_ns.attention.pair      per (query, key) pair of prefill chunks
+        per_row_ns.attention.kv        per cached key that a decode token looks at
+    host_us.head             final norm and LM head            per_row_ns.head                per request in the step
+    host_us.step             bookkeeping and embedding         per_row_ns.step                per request in the step
+
 A name may be followed by a dispatcher or flow, which then rules: "permute.a2a_dedup", "gate.tp_replicated",
 "plan.dp". Rows are counted on the slowest rank; ranks that share cores wait for the sum over ranks / cores.
 """

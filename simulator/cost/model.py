@@ -19,6 +19,7 @@ from .dense import DenseCost
 from .experts import ExpertTimes
 from .flow_level import FlowCost
 from .host import HostCost, slowest
+from .whole_pass import WholePass
 
 Float = NDArray[np.float64]
 FIDELITIES = {"bottleneck": CollectiveCost, "flow": FlowCost}
@@ -50,6 +51,7 @@ class CostModel:
         tp = 1 if spec.flow == "dp" else ep_size
         self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
         self._dense = DenseCost(cluster, model, tp)
+        self._whole = WholePass.of(cluster, model, tp)
         self._outside_marks: set[str] = set()
 
     def collectives(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
@@ -83,8 +85,9 @@ class CostModel:
 
     def attention(self, load: AttentionLoad) -> float:
         """Milliseconds of one attention block until the slowest rank is done."""
-        self._outside_marks = self._attention.marks
-        return float(slowest(self._attention.time_us(load), self.cluster.cores)) / 1e3
+        self._outside_marks = {self._whole.mark} if self._whole else self._attention.marks
+        time_us = (self._whole or self._attention).time_us(load)
+        return float(slowest(time_us, self.cluster.cores)) / 1e3
 
     def shared(self, load: AttentionLoad) -> float:
         """Milliseconds of the shared experts of one MoE layer."""
@@ -94,6 +97,8 @@ class CostModel:
         """Milliseconds of a forward pass outside its MoE layers and attention: dense layers, LM head, host."""
         dense_layers = self.model.num_layers - self.model.num_moe_layers
         dense = dense_layers * slowest(self._dense.dense_us(load.tokens_G), self.cluster.cores)
+        if self._whole:
+            return (float(dense) + float(slowest(self._whole.around_us(load), self.cluster.cores))) / 1e3
         head = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
         return (float(dense) + float(head) + float(self.cluster.host_us.get("step", 200.0))) / 1e3
 

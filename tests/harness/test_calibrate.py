@@ -13,13 +13,25 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from harness.app import calibrate  # noqa: E402
 from harness.calibrate import Effort, expert_grid_points  # noqa: E402
-from harness.fit import Samples, curves_of, fit_local, isotonic, residuals, size_bytes  # noqa: E402
+from harness.fit import (  # noqa: E402
+    ATTENTION_TERMS,
+    Samples,
+    curves_of,
+    fit_attention,
+    fit_local,
+    isotonic,
+    residuals,
+    size_bytes,
+)
+from harness.single_attention import attention_steps  # noqa: E402
 from harness.single_ops import exchange_sizes, home_sizes  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.inputs import load_cluster  # noqa: E402
 from semmoe.specs import ClusterSpec  # noqa: E402
 from semmoe.traffic import count_traffic  # noqa: E402
+from simulator.cost.attention import AttentionLoad  # noqa: E402
+from simulator.cost.whole_pass import WholePass  # noqa: E402
 from tests.harness.measure_kit import build  # noqa: E402
 
 SMALL = Effort(
@@ -32,6 +44,7 @@ SMALL = Effort(
     samples=3,
     inner=2,
     local_samples=6,
+    entries=(1, 8),
 )
 
 
@@ -55,7 +68,7 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     assert names >= dispatched | {"dispatch.low_latency", "srs", "sag", "reduce_scatter", "all_gather", "all_reduce"}
     assert all(curve.ranks == 2 for curve in spec.curves)
     assert set(spec.per_row_ns) >= {"gate", "permute.a2a_dedup", "permute.tp_replicated", "plan.tp_shuffled"}
-    assert spec.host_us.keys() >= spec.per_row_ns.keys()
+    assert spec.host_us.keys() | set(ATTENTION_TERMS) >= spec.per_row_ns.keys()
     assert spec.expert_grid_shape == (128, 32)
     active, rows = {a for _, a, _ in spec.expert_grid}, {r / a for r, a, _ in spec.expert_grid}
     assert len(spec.expert_grid) == len(active) * len(rows), "every pair of the grid"
@@ -72,6 +85,32 @@ def test_calibrated_times_grow_with_the_work(calibrated):
     grid = {(rows, active): us for rows, active, us in content["expert_grid"]}
     assert grid[16 * 16, 16] > grid[16, 16] > grid[1, 1]
     assert content["per_row_ns"]["permute.a2a_dedup"] > 0
+
+
+def test_a_full_model_is_calibrated_by_its_single_operations(calibrated):
+    content, raw, _ = calibrated
+    fixed_us, by_ns = content["host_us"], content["per_row_ns"]
+    assert {"attention.block", "head", "step"} <= fixed_us.keys()
+    assert {*ATTENTION_TERMS, "head", "step"} <= by_ns.keys()
+    assert len(raw["attention_us"]) == len(list(attention_steps())) and all(us > 0 for *_, us in raw["attention_us"])
+    spec, model = ClusterSpec.from_dict(content), build().model
+    whole = WholePass.of(spec, model, attention_tp=1)
+    assert whole is not None and whole.mark == "measured"
+    work = np.array([work for work, _ in attention_steps()], dtype=np.float64).T
+    load = AttentionLoad(work[0], work[1], work[2], work[3])
+    measured_us = np.array([us for *_, us in raw["attention_us"]])
+    assert np.median(np.abs(whole.time_us(load) / measured_us - 1)) < 0.5, "the simulator reads what was fitted"
+    assert WholePass.of(spec, model, attention_tp=2) is None
+    assert WholePass.of(spec, model.scaled(0.5), attention_tp=1) is None, "another model's terms"
+
+
+def test_attention_fit_recovers_known_costs():
+    work = [work for work, _ in attention_steps()]
+    cost_us = np.array([120.0, 3.0, 40.0, 0.02, 0.05])
+    samples = Samples(attention={w: float(cost_us @ (1, *w)) for w in work})
+    host_us, per_row_ns = fit_attention(samples)
+    assert [host_us["attention.block"], *(per_row_ns[t] / 1e3 for t in ATTENTION_TERMS)] == pytest.approx(cost_us)
+    assert fit_attention(Samples()) == ({}, {})
 
 
 def test_no_file_to_write_is_refused():
