@@ -24,11 +24,13 @@ from ..errors import UserError
 from ..placement.base import Placement
 from ..profile import Profile, count_by_row
 from .base import ExpertPredictor
-from .fusion_fit import fit_weights, left_out_features, log_lift_pairs, softmax
+from .fusion_fit import fit_weights, left_out_features, log_lift_pairs
 from .fusion_kernel import fused_scores, quantised_rows
-from .fusion_refine import columns, corrected_logits, fit_corrections
+from .fusion_refine import columns, fit_corrections
 from .vocabulary import TypeRows
 
+GROUPS = 3  # of training requests, each predicted by the others
+CLOSE = 0.02  # nats a choice
 START_WEIGHTS = (0.40, 0.35, 0.22)  # token, one layer back, two back: where a layer has too little data to say
 
 
@@ -49,10 +51,12 @@ class Fusion(ExpertPredictor):
     lookback: layers looked back (0: token id alone, 1, 2); kappa: weight of the back-off in a token row, in tokens;
     pseudo: the same for a row of Q; fit_tokens: training tokens that the weights are fitted on; ridge: pull of the
     weights to usual values, in squared units a fit token; refine: the same for the corrections of the transition tables
-    (0: none; larger or none where one half of the requests says so of the other); embedding: file of the model's embedding
+    (0: none; larger or none where groups of training requests say so of the others); embedding: file of the model's embedding
     (see vocabulary.py)
     for the back-off of unseen tokens to their nearest neighbour.
     """
+
+    layers: dict[int, _Layer]
 
     def __init__(
         self,
@@ -75,24 +79,28 @@ class Fusion(ExpertPredictor):
         self.fit_tokens, self.ridge, self.refine, self.embedding = fit_tokens, ridge, refine, embedding
 
     def fit(self, profile: Profile) -> None:
-        self.profile = profile
-        self.top_k = profile.trace.top_k
+        self._prepare(profile)
+        self.group_R = np.random.default_rng(0).permutation(np.arange(profile.trace.num_requests) % GROUPS)
+        self.refine_used = self._choose_refine(max(1, profile.num_layers // 2))
+        self._others: dict[int, Fusion] = {}
+        self.layers = {layer: self._fit_layer(layer) for layer in range(profile.num_layers)}
+
+    def _prepare(self, profile: Profile) -> None:
+        """All that precedes the fit of a layer."""
+        self.profile, self.top_k, self.refine_used = profile, profile.trace.top_k, self.refine
         self.types = TypeRows.fit(profile, self.embedding)
         tokens = profile.trace.num_tokens
-        rng = np.random.default_rng(0)
         self._sampled_T = np.zeros(tokens, dtype=np.bool_)
-        self._sampled_T[rng.choice(tokens, size=min(self.fit_tokens, tokens), replace=False)] = True
-        self._half_R = rng.permutation(np.arange(profile.trace.num_requests) % 2)
+        self._sampled_T[np.random.default_rng(0).choice(tokens, size=min(self.fit_tokens, tokens), replace=False)] = (
+            True
+        )
         self._rare_T = self.types.used_by_one_request_U(profile)[profile.type_T]
-        self.refine_used = self.refine
-        if self.refine > 0 and self.lookback and profile.num_layers > 1:
-            self.refine_used = self._choose_refine(layer=max(1, profile.num_layers // 2))
-        self.layers = [self._fit_layer(layer) for layer in range(profile.num_layers)]
+        self.layers = {}
 
     @property
     def table_bytes(self) -> int:
         """Bytes of all tables that a look-up may touch."""
-        parts = (a.nbytes for layer in self.layers for a in (layer.token_UE, layer.lift_B2EE))
+        parts = (a.nbytes for layer in self.layers.values() for a in (layer.token_UE, layer.lift_B2EE))
         return int(self.types.row_V.nbytes + sum(parts))
 
     def experts(
@@ -110,58 +118,61 @@ class Fusion(ExpertPredictor):
         return score_TG, best_T
 
     def left_out_experts(self, rows_S: NDArray[np.integer], layer: int) -> NDArray[np.float32]:
-        """q [S, E] of training tokens (rows of the profile's trace), each from tables without its own request.
+        """q [S, E] of training tokens (rows of the profile's trace) from tables and weights without their requests.
 
-        Corrections are left out by halves of the training requests: each half is corrected by what the other taught.
+        The training requests fall into groups, and each is predicted by what a fit on the others learned: what a
+        placement that will serve unseen requests should be optimised on.
         """
-        sampled_T = self._sampled_T.copy()
-        sampled_T[rows_S] = True
-        known_N = np.flatnonzero(sampled_T)
-        table = self.layers[layer]
-        z_NE = self._first_stage(self._features(layer, sampled_T, len(known_N)), table.weight_F, table.bias_E)
-        column_NF, scale_F = self._columns(layer, known_N, table.weight_F)
-        if self.refine_used > 0 and len(scale_F):
-            z_NE = self._crossed(layer, z_NE, column_NF, scale_F, known_N, self.refine_used)
-        return softmax(z_NE[np.searchsorted(known_N, rows_S)]).astype(np.float32)
+        trace = self.profile.trace
+        group_S = self.group_R[trace.request_T[rows_S]]
+        q_SE = np.empty((len(rows_S), self.profile.num_experts), dtype=np.float32)
+        for group in np.unique(group_S):
+            here = group_S == group
+            other = self._without(int(group))
+            other._layer(layer)
+            q_SE[here] = other.experts(trace.token_id_T[rows_S[here]], layer, self._history(rows_S[here], layer))
+        return q_SE
 
-    def _crossed(
-        self,
-        layer: int,
-        z_NE: NDArray[np.float32],
-        column_NF: NDArray[np.int32],
-        scale_F: NDArray[np.float32],
-        rows_N: NDArray[np.int64],
-        ridge: float,
-    ) -> NDArray[np.float32]:
-        """Logits of each half of the requests, corrected by what the sampled tokens of the other half taught."""
-        half_N, learns_N = self._half_R[self.profile.trace.request_T[rows_N]], self._sampled_T[rows_N]
-        crossed_NE = z_NE.copy()
-        for half in (0, 1):
-            here, there = half_N == half, (half_N != half) & learns_N
-            if here.any() and there.any():
-                taught = self._corrections(layer, z_NE[there], column_NF[there], scale_F, rows_N[there], ridge)
-                crossed_NE[here] = corrected_logits(z_NE[here], column_NF[here], scale_F, taught)
-        return crossed_NE
+    def _without(self, group: int) -> Fusion:
+        """A predictor that may learn from the other groups of requests; its layers are fitted when asked for."""
+        if group not in self._others:
+            kept = np.flatnonzero(self.group_R != group)
+            other = Fusion(self.lookback, self.kappa, self.pseudo, self.fit_tokens, self.ridge, self.refine)
+            other.embedding = self.embedding
+            other._prepare(Profile.fit(self.profile.trace.select(kept if len(kept) else np.arange(1))))
+            other.refine_used = self.refine_used
+            self._others[group] = other
+        return self._others[group]
+
+    def _layer(self, layer: int) -> None:
+        if layer not in self.layers:
+            self.layers[layer] = self._fit_layer(layer)
+
+    def _history(self, rows_S: NDArray[np.integer], layer: int) -> NDArray[np.int16]:
+        experts_TLk = self.profile.trace.experts_TLk
+        history = np.full((len(rows_S), self.lookback, self.top_k), -1, dtype=np.int16)
+        for back in range(1, min(self.lookback, layer) + 1):
+            history[:, back - 1] = experts_TLk[rows_S, layer - back]
+        return history
 
     def _choose_refine(self, layer: int) -> float:
-        """The ridge among 1, 4, 16 times `refine` or none (0) that predicts one half of the requests best from the
-        other: with few routes the corrections learn noise."""
-        rows_S = np.flatnonzero(self._sampled_T)
-        features_SFE = self._features(layer, self._sampled_T, len(rows_S))
-        weight_F, bias_E, _ = self._weights(layer, features_SFE, rows_S)
-        z_SE = self._first_stage(features_SFE, weight_F, bias_E)
-        column_SF, scale_F = self._columns(layer, rows_S, weight_F)
-        chosen_Sk = self.profile.trace.experts_TLk[rows_S, layer].astype(np.int64)
-
-        def entropy(z_SE: NDArray[np.float32]) -> float:
-            return float(-np.log(np.take_along_axis(softmax(z_SE), chosen_Sk, axis=1)).mean())
-
-        best, ridge = entropy(z_SE), 0.0
-        for factor in (1, 4, 16):
-            found = entropy(self._crossed(layer, z_SE, column_SF, scale_F, rows_S, factor * self.refine))
-            if found < best:
-                best, ridge = found, factor * self.refine
-        return ridge
+        """The smallest ridge among 1, 4, 16 times `refine`, or none (0), that predicts a group of requests from the
+        others within CLOSE of the best: with few routes the corrections learn noise, but all routes can afford a
+        little less ridge than the groups could."""
+        trace = self.profile.trace
+        if not (self.refine > 0 and self.lookback and trace.num_layers > 1 and trace.num_requests > 1):
+            return self.refine
+        self._others = {}
+        other = self._without(0)
+        rows_S = np.flatnonzero(self.group_R[trace.request_T] == 0)
+        chosen_Sk = trace.experts_TLk[rows_S, layer].astype(np.int64)
+        found: dict[float, float] = {}
+        for factor in (1.0, 4.0, 16.0, 0.0):
+            other.refine_used = factor * self.refine
+            other.layers = {layer: other._fit_layer(layer)}
+            q_SE = other.experts(trace.token_id_T[rows_S], layer, self._history(rows_S, layer))
+            found[other.refine_used] = float(-np.log(np.take_along_axis(q_SE, chosen_Sk, axis=1)).mean())
+        return next(ridge for ridge, entropy in found.items() if entropy <= min(found.values()) + CLOSE)
 
     def _first_stage(
         self, features_SFE: NDArray[np.float32], weight_F: NDArray[np.floating], bias_E: NDArray[np.floating]

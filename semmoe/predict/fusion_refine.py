@@ -52,18 +52,6 @@ def fit_corrections(
 
 
 @numba.njit(cache=True)
-def corrected_logits(start_SE, column_SF, scale_F, correction_NE):  # type: ignore[no-untyped-def]
-    """z of the module's formula."""
-    z = start_SE.copy()
-    for s in range(len(z)):
-        for f in range(column_SF.shape[1]):
-            row = correction_NE[column_SF[s, f]]
-            for e in range(z.shape[1]):
-                z[s, e] += scale_F[f] * row[e]
-    return z
-
-
-@numba.njit(cache=True)
 def entropy_and_slope(start_SE, column_SF, scale_F, experts_Sk, correction_NE):  # type: ignore[no-untyped-def]
     """(mean cross-entropy in nats a choice, its derivative by every entry of D)."""
     samples, experts = start_SE.shape

@@ -50,9 +50,11 @@ class TokenTable(ExpertPredictor):
 
     @property
     def table_bytes(self) -> int:
-        """Bytes that a look-up touches: the vocabulary index and the score tables of the placement in use."""
-        tables = 0 if self._tables is None else self._tables[1].score_LUG.nbytes
-        return int(self._types.row_V.nbytes + tables)
+        """Bytes that look-ups touch: the vocabulary index and the score tables of the placement in use (without one,
+        the expert rows made so far)."""
+        if self._tables is None:
+            return int(self._types.row_V.nbytes + sum(share_UE.nbytes for share_UE in self._share.values()))
+        return int(self._types.row_V.nbytes + self._tables[1].score_LUG.nbytes)
 
     def rows(self, token_ids_T: NDArray[np.integer]) -> NDArray[np.int32]:
         """Table row of every token (U for one that training never saw). UserError for an id outside the vocabulary."""
