@@ -30,7 +30,7 @@ from .fusion_refine import columns, fit_corrections
 from .vocabulary import TypeRows
 
 GROUPS = 3  # of training requests, each predicted by the others
-CLOSE = 0.02  # nats a choice
+CLOSE = 0.01  # nats a choice
 START_WEIGHTS = (0.40, 0.35, 0.22)  # token, one layer back, two back: where a layer has too little data to say
 
 
