@@ -65,7 +65,7 @@ def pull_kernel(
             base = tl.multiple_of(tl.load(x_table + peer), 16)
             x = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
             tl.store(out + p.to(tl.int64) * H + col, tl.load(x + row * H + col, mask=inside), mask=inside)
-            tl.atomic_add(pulled + peer, 1)
+            tl.atomic_add(pulled + peer, 1, sem="relaxed")
         p += tl.num_programs(0)
     if SYNC:
         tl.store(epochs + block, epoch)
@@ -118,7 +118,7 @@ def combine_kernel(
                 base = tl.multiple_of(tl.load(o_table + g), 16)
                 o = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
                 total += tl.load(o + token * H + col, mask=inside & serves, other=0.0).to(tl.float32)
-                tl.atomic_add(pulled + g, serves.to(tl.int32))
+                tl.atomic_add(pulled + g, serves.to(tl.int32), sem="relaxed")
         else:
             for j in tl.static_range(K):
                 peer = tl.load(slots + token * K + j) // SLOTS_PER_RANK
@@ -127,7 +127,7 @@ def combine_kernel(
                 o = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
                 row = tl.load(o + (token * K + j) * H + col, mask=inside & wanted, other=0.0).to(tl.float32)
                 total += tl.load(weights + token * K + j) * row
-                tl.atomic_add(pulled + peer, wanted.to(tl.int32))
+                tl.atomic_add(pulled + peer, wanted.to(tl.int32), sem="relaxed")
         at = token if OWN_ONLY else p.to(tl.int64)
         tl.store(out + at * H + col, total.to(out.dtype.element_ty), mask=inside)
         p += tl.num_programs(0)

@@ -105,7 +105,8 @@ def home_kernel(
         key = (own - reachable).to(tl.int64) * 8192 + i
         mine = (home == source) & exists
         leaving = mine & (key < smallest(mine, key, excess, BITS))
-        for h in tl.static_range(W):
+        h = 0
+        while h < W:
             room = tl.sum(tl.where((g == h) & opened, most_here - count, 0), axis=0)
             asking = leaving & (target == h)
             moved = asking
@@ -114,6 +115,7 @@ def home_kernel(
             home = tl.where(moved, h, home)
             number_moved = tl.sum(moved.to(tl.int32), axis=0)
             count += tl.where(g == h, number_moved, 0) - tl.where(g == source, number_moved, 0)
+            h += 1
         overfull = tl.max(tl.where(g < W, count - most_here, 0), axis=0)
     tl.store(owner + start + i, home.to(owner.dtype.element_ty), mask=exists)
 
@@ -124,19 +126,20 @@ def home_tokens(score_TG: Tensor, capacity: int) -> Tensor:
     tokens, ranks = score_TG.shape
     check_priced(tokens, ranks, capacity)
     owner_T = torch.empty(tokens, dtype=torch.int64, device=score_TG.device)
-    chunk = chunk_tokens(ranks)
-    home_kernel[(triton.cdiv(tokens, chunk),)](
-        score_TG,
-        owner_T,
-        tokens,
-        capacity,
-        W=ranks,
-        W_PADDED=max(triton.next_power_of_2(ranks), 2),
-        CHUNK=chunk,
-        CHUNK_PADDED=triton.next_power_of_2(min(chunk, max(tokens, 1))),
-        ROUNDS=ROUNDS,
-        HALVE_EVERY=HALVE_EVERY,
-        BITS=KEY_BITS,
-        num_warps=8,
-    )
+    grid = (triton.cdiv(tokens, chunk_tokens(ranks)),)
+    home_kernel[grid](score_TG, owner_T, tokens, capacity, **constants(ranks, tokens), num_warps=8)
     return owner_T
+
+
+def constants(ranks: int, tokens: int) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    chunk = chunk_tokens(ranks)
+    return {
+        "W": ranks,
+        "W_PADDED": max(triton.next_power_of_2(ranks), 2),
+        "CHUNK": chunk,
+        "CHUNK_PADDED": triton.next_power_of_2(min(chunk, max(tokens, 1))),
+        "ROUNDS": ROUNDS,
+        "HALVE_EVERY": HALVE_EVERY,
+        "BITS": KEY_BITS,
+    }

@@ -16,6 +16,7 @@ from ..transport.plan import ShufflePlan
 from .sag import sag_kernel
 from .srs import srs_kernel
 
+ROW_WARPS = 4 if torch.version.hip else 8  # 256 threads x 16 bytes: one row of 2,048 bf16
 BLOCKS = 16  # the same on all ranks, whatever their token counts: blocks wait for each other by number
 
 
@@ -109,7 +110,7 @@ def launch_srs(
         NORM=norm is not None,
         COUNT=True,
         **_barrier_options(barrier, exit_barrier),
-        num_warps=8,
+        num_warps=ROW_WARPS,
     )
     return out[:rows], pulled_G
 
@@ -164,7 +165,7 @@ def launch_sag(
         IDS_PADDED=1 if ids is None else triton.next_power_of_2(ids.out_Tk.shape[1]),
         COUNT=True,
         **_barrier_options(barrier, exit_barrier),
-        num_warps=8,
+        num_warps=ROW_WARPS,
     )
     return out[: plan.tokens], pulled_G
 

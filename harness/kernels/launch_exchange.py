@@ -26,7 +26,7 @@ from torch import Tensor
 from ..reference.ranking import TokenRanking
 from .align import Alignment, moe_align
 from .exchange import combine_kernel, pull_kernel
-from .launch import BLOCKS, BarrierState, barrier_arguments
+from .launch import BLOCKS, ROW_WARPS, BarrierState, barrier_arguments
 from .rank_tokens import rank_tokens
 
 
@@ -181,5 +181,5 @@ def _options(group: Group, barrier: BarrierState | None) -> dict[str, int | bool
         "W_PADDED": triton.next_power_of_2(group.ranks),
         "SYNC": barrier is not None,
         "SPIN_LIMIT": barrier.spin_limit if barrier else 0,
-        "num_warps": 8,
+        "num_warps": ROW_WARPS,
     }

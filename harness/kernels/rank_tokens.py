@@ -71,7 +71,7 @@ def spans(tokens: int, bins: int, most: int = MAX_PROGRAMS) -> tuple[int, int, i
 def rank_tokens(owner_T: Tensor, ranks: int, most_programs: int = MAX_PROGRAMS) -> TokenRanking:
     """The ranking of owner_T (integers in 0..ranks-1), on its device, without a host round trip.
 
-    One launch up to 8 tiles (8,192 tokens on 8 ranks), else two.
+    One launch up to 8 tiles (4,096 tokens on 8 ranks), else two.
     """
     tokens, device = len(owner_T), owner_T.device
     bins = max(triton.next_power_of_2(ranks), 2)

@@ -68,7 +68,7 @@ def sag_kernel(
             j = tl.arange(0, IDS_PADDED)
             tl.store(ids_out + t * IDS + j, tl.load(ids + row * IDS + j, mask=j < IDS), mask=j < IDS)
         if COUNT:
-            tl.atomic_add(pulled + from_rank, 1)
+            tl.atomic_add(pulled + from_rank, 1, sem="relaxed")
         t += tl.num_programs(0)
     if EXIT:
         epoch += 1

@@ -87,7 +87,7 @@ def srs_kernel(
         i += tl.num_programs(0)
     if COUNT:
         for r in tl.static_range(W):
-            tl.atomic_add(pulled + r, rows)
+            tl.atomic_add(pulled + r, rows, sem="relaxed")
     if EXIT:
         epoch += 1
         arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -181,52 +180,3 @@ def lonely() -> str:
             message = str(error)
     transport.barrier()
     return message
-
-
-def print_ptx() -> None:
-    """PTX of the kernels for a row of 2,048 bf16 and 8 ranks as JSON; needs no GPU."""
-    from harness.kernels.sag import sag_kernel
-    from harness.kernels.srs import srs_kernel
-
-    found = {}
-    for architecture, sync in ((80, False), (80, True), (90, False), (90, True)):
-        barrier = {"W": 8, "W_PADDED": 8, "COUNT": True, "SYNC": sync, "EXIT": False, "SPIN_LIMIT": 0}
-        suffix = f"{'synced' if sync else 'alone'}-{architecture}"
-        srs = {"H": 2048, "BLOCK_H": 2048, "RESIDUAL": False, "NORM": False, **barrier}
-        found[f"srs-{suffix}"] = _ptx(srs_kernel, srs, architecture)
-        found[f"sag-{suffix}"] = _ptx(
-            sag_kernel, {"C": 2048, "BLOCK_C": 2048, "IDS": 0, "IDS_PADDED": 1, **barrier}, architecture
-        )
-    found["unhinted-alone-90"] = _ptx(_unhinted_kernel(), {"C": 2048}, 90)
-    print(json.dumps(found))
-
-
-def _unhinted_kernel() -> Any:
-    import unhinted_kernel
-
-    return unhinted_kernel.copy_row
-
-
-TYPES = {
-    **dict.fromkeys(
-        ("x_table", "z_table", "perm", "starts", "counts", "owner", "slot", "pad_table", "ids_table"), "*i64"
-    ),
-    **dict.fromkeys(("residual", "out", "norm_weight", "normed"), "*bf16"),
-    **dict.fromkeys(("pulled", "epochs", "status"), "*i32"),
-    **dict.fromkeys(("rank", "tokens"), "i32"),
-    "eps": "fp32",
-    "ids_out": "*i16",
-}
-
-
-def _ptx(kernel: Any, constants: dict[str, Any], architecture: int) -> str:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if TYPES.get(name, "").startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 8})
-    return str(compiled.asm["ptx"])
