@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .decisions import Traced
 from .dispatch import DispatchSpec
 from .errors import UserError
 from .inputs import check_trace, load_cluster, load_trace
@@ -117,11 +118,15 @@ class Run:
             source = int(self.workload.source_R[request.id])
             return self.recipe.known_of(self.fitted, scheduler, self.heldout, source)
 
+        seen: Any = scheduler
+        if self.cfg.get("decisions"):
+            folder = Path(self.cfg["results_dir"]) / self.name / "decisions"
+            seen = Traced(scheduler, folder / f"{self.config_id}.jsonl")
         return ServingLoop(
             self.workload.requests,
             self.ep_size,
             limits,
-            scheduler if self.ep_size > 1 else None,
+            seen if self.ep_size > 1 else None,
             lambda request: known_of(request)[0],
             lambda request: known_of(request)[1],
         )

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from semmoe.config import compose_all
 from semmoe.decisions import Traced, token_decisions
 from semmoe.errors import UserError
 from semmoe.placement.base import Placement
 from semmoe.profile import Profile
+from semmoe.run import RunBuilder
 from semmoe.schedule.base import RankStates, assign_all
 from semmoe.schedule.eldr import Eldr
 from semmoe.schedule.mask import Mask
@@ -154,3 +156,17 @@ def test_token_decisions_price_the_second_rank() -> None:
     score = np.array([[9, 1], [8, 7], [5, 0]], dtype=np.int32)
     decisions = token_decisions(score, Semantic().homes(score, 2))
     assert [(d.rank, d.runner_up, d.cost) for d in decisions] == [(0, 1, 8.0), (1, 0, -1.0), (0, 1, 5.0)]
+
+
+def test_decisions_of_served_requests_are_written_when_asked_for(tmp_path: Path) -> None:
+    overrides = ["workload=serve", "flow=dp", "request_scheduler=windowed", "placement=contiguous", "planned_folds=0"]
+    overrides += ["workload.num_requests=6", f"results_dir={tmp_path}"]
+    for wanted, lines in (("false", None), ("true", 6)):
+        (config,) = compose_all([*overrides, f"decisions={wanted}"])
+        run = RunBuilder().build(config)
+        loop = run.serving_loop()
+        for request in loop.requests:
+            loop.submit(request, request.arrival_ms)
+        loop.next_step(loop.requests[-1].arrival_ms)
+        written = list(tmp_path.glob("*/decisions/*.jsonl"))
+        assert [len(file.read_text().splitlines()) for file in written] == ([] if lines is None else [lines])
