@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench calibrate clean
+.PHONY: demo test lint types unit bench bench-gpu calibrate clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -38,6 +38,10 @@ unit: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only
+
+# Checks, times and writes results/gpu.jsonl on one GPU with virtual ranks; GPU_ARGS=--dry-run checks on a CPU
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -m harness.bench_gpu $(GPU_ARGS)
 
 calibrate: $(VENV)/installed
 	$(BIN)/semmoe calibrate

@@ -45,7 +45,11 @@ def rank_tokens(owner_T: Tensor, ranks: int) -> TokenRanking:
 def rank_tokens_by_sort(owner_T: Tensor, ranks: int) -> TokenRanking:
     """The same with torch's operations, on any device: sort, count, sum, invert."""
     perm_T = owner_T.argsort(stable=True)
-    counts_G = torch.bincount(owner_T, minlength=ranks)
+    if owner_T.is_cuda:  # bincount sizes its result on the host, which no graph can capture
+        counts_G = torch.zeros(ranks, dtype=torch.int64, device=owner_T.device)
+        counts_G.scatter_add_(0, owner_T, torch.ones_like(owner_T))
+    else:
+        counts_G = torch.bincount(owner_T, minlength=ranks)
     starts_G = counts_G.cumsum(0) - counts_G
     slot_T = torch.empty_like(perm_T)
     slot_T[perm_T] = torch.arange(len(owner_T), device=owner_T.device) - starts_G[owner_T[perm_T]]

@@ -1,0 +1,219 @@
+"""What `bench_gpu` checks and times: each case with our kernels, what they are compared with, and the bar.
+
+All ranks are virtual: they live in one process on one device and are launched one after the other. No link speed follows
+from any of these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from semmoe.schedule.priced import priced_owners
+
+from .kernels.grouped import Tiling, experts, experts_by_library
+from .kernels.home import home_tokens
+from .kernels.launch import launch_sag, launch_srs
+from .kernels.launch_exchange import Group, combine, pull, serve_tokens, sum_own
+from .kernels.rank_tokens import rank_tokens
+from .reference.experts import experts_loop
+from .reference.ranking import TokenRanking, rank_tokens_by_sort
+from .transport.pull import address_table
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens T of the whole group, hidden H, ranks G; layers: name -> (experts, width F) at `rows` expert rows."""
+
+    tokens: int
+    hidden: int
+    ranks: int
+    rows: int
+    top_k: int
+    layers: dict[str, tuple[int, int]]
+    blocks: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+FULL_LAYERS = {"qwen3-30b-a3b": (128, 768), "deepseek-v2-lite": (64, 1408)}
+FULL = Sizes(4096, 2048, 8, 8192, 8, FULL_LAYERS, (16, 64, 132, 528), torch.bfloat16, "cuda")
+DRY = Sizes(24, 32, 4, 40, 2, {"toy": (4, 16)}, (3,), torch.float32, "cpu")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What the project asks for: the `share` of the copy bandwidth, or the `speedup` over the named baseline."""
+
+    kind: str
+    value: float
+    baseline: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """variants: name -> what is timed, returning its results. expected: the results, within `tolerance` (relative, and
+    absolute where `tolerance` > 0). outputs: buffers filled with NaN before every check. moved_bytes: read and written."""
+
+    name: str
+    variants: dict[str, Callable[[], Sequence[Tensor]]]
+    expected: Sequence[Tensor]
+    tolerance: float = 0.0
+    outputs: Sequence[Tensor] = field(default_factory=tuple)
+    moved_bytes: int = 0
+    bar: Bar | None = None
+
+    def check(self, name: str) -> None:
+        """AssertionError when a variant's results are not those expected."""
+        for tensor in self.outputs:
+            tensor.fill_(torch.nan)
+        self.verify(name, self.variants[name]())
+
+    def verify(self, name: str, results: Sequence[Tensor]) -> None:
+        for got, wanted in zip(results, self.expected, strict=True):
+            torch.testing.assert_close(
+                got, wanted.to(got.dtype), rtol=self.tolerance, atol=self.tolerance, msg=lambda m: f"{name}: {m}"
+            )
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """One after the other, so that one case's buffers are freed before the next one's are made."""
+    torch.manual_seed(0)
+    yield from shuffle_cases(sizes)
+    yield ranking_case(sizes)
+    yield home_case(sizes)
+    for name in sizes.layers:
+        yield experts_case(sizes, name)
+    yield exchange_case(sizes)
+
+
+def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
+    """SRS and SAG of all ranks; skewed counts, as a scheduler leaves them."""
+    tokens, hidden, ranks = sizes.tokens, sizes.hidden, sizes.ranks
+    plan = rank_tokens_by_sort(_homes(sizes), ranks)
+    counts, starts = plan.counts_on_device_G.tolist(), plan.starts_on_device_G.tolist()
+    x_GTH = torch.randn(ranks, tokens, hidden, dtype=sizes.dtype, device=sizes.device)
+    table, row_bytes = address_table(list(x_GTH)), hidden * x_GTH.element_size()
+    out_G = [x_GTH.new_empty(tokens, hidden) for _ in range(ranks)]
+    sums_TH = _rank_order_sum(x_GTH)
+
+    def srs(blocks: int) -> list[Tensor]:
+        for rank in range(ranks):
+            launch_srs(table, x_GTH[0], plan, rank, out_NH=out_G[rank], blocks=blocks)
+        return [out_G[rank][: counts[rank]] for rank in range(ranks)]
+
+    def srs_unfused() -> list[Tensor]:
+        shuffled_TH = _rank_order_sum(x_GTH.index_select(1, plan.perm_T))
+        return [shuffled_TH[start : start + count] for start, count in zip(starts, counts, strict=True)]
+
+    variants: dict[str, Callable[[], Sequence[Tensor]]] = {f"blocks={b}": partial(srs, b) for b in sizes.blocks}
+    expected = [sums_TH[plan.perm_T[s : s + n]] for s, n in zip(starts, counts, strict=True)]
+    moved = (ranks + 1) * tokens * row_bytes
+    tolerance = 2**-7 if sizes.dtype == torch.bfloat16 else 0.0
+    yield Case("srs", {**variants, "index_and_sum": srs_unfused}, expected, tolerance, out_G, moved, Bar("share", 0.8))
+
+    z_G = [rows.contiguous() for rows in expected]
+    z_table = address_table(z_G)
+
+    def sag(blocks: int) -> list[Tensor]:
+        return [launch_sag(z_table, z_G[0], plan, r, out_G[r], blocks=blocks)[0] for r in range(len(z_G))]
+
+    variants = {f"blocks={b}": partial(sag, b) for b in sizes.blocks}
+    moved = 2 * ranks * tokens * row_bytes
+    yield Case("sag", variants, [sums_TH] * ranks, 0.0, out_G, moved, Bar("share", 0.8))
+
+
+def ranking_case(sizes: Sizes) -> Case:
+    owner_T = _homes(sizes)
+
+    def fields(plan: TokenRanking) -> list[Tensor]:
+        return [plan.perm_T, plan.slot_T, plan.counts_on_device_G, plan.starts_on_device_G]
+
+    variants: dict[str, Callable[[], Sequence[Tensor]]] = {
+        "kernel": lambda: fields(rank_tokens(owner_T, sizes.ranks)),
+        "torch": lambda: fields(rank_tokens_by_sort(owner_T, sizes.ranks)),
+    }
+    expected = fields(rank_tokens_by_sort(owner_T, sizes.ranks))
+    return Case("rank_tokens", variants, expected, bar=Bar("speedup", 1.25, "torch"))
+
+
+def home_case(sizes: Sizes) -> Case:
+    score_TG = torch.randint(0, 1 << 18, (sizes.tokens, sizes.ranks), dtype=torch.int32, device=sizes.device)
+    capacity = -(-sizes.tokens // sizes.ranks)
+    expected = torch.from_numpy(priced_owners(score_TG.cpu().numpy(), capacity)).to(sizes.device)
+    return Case("assign_homes", {"kernel": lambda: [home_tokens(score_TG, capacity)]}, [expected])
+
+
+def experts_case(sizes: Sizes, layer: str) -> Case:
+    """SwiGLU experts of a whole layer, from rows in order of arrival to rows in order of arrival."""
+    count, width = sizes.layers[layer]
+    x_AH = torch.randn(sizes.rows, sizes.hidden, dtype=sizes.dtype, device=sizes.device)
+    slot_A = torch.randint(0, count, (sizes.rows,), device=sizes.device)
+    w13, w2 = _weights(sizes, count, width)
+    order_A = slot_A.argsort(stable=True)
+    counts = torch.bincount(slot_A, minlength=count).tolist()
+    expected = torch.empty(sizes.rows, sizes.hidden, device=sizes.device)
+    expected[order_A] = experts_loop(x_AH[order_A].float(), counts, w13.float(), w2.float())
+    tiling = None if sizes.device == "cuda" else Tiling(16, 32, 32, 4, 2)
+    variants: dict[str, Callable[[], Sequence[Tensor]]] = {
+        "kernel": lambda: [experts(x_AH, None, slot_A, w13, w2, tiling)],
+        "grouped_mm": lambda: [experts_by_library(x_AH, None, slot_A, w13, w2)],
+    }
+    tolerance = 2e-2 if sizes.dtype == torch.bfloat16 else 1e-4
+    return Case(f"experts_{layer}", variants, [expected], tolerance, bar=Bar("speedup", 1.0, "grouped_mm"))
+
+
+def exchange_case(sizes: Sizes) -> Case:
+    """De-duplicated dispatch, answers and combine of all ranks; an expert here is the identity, so that rows alone count."""
+    ranks, tokens, hidden = sizes.ranks, sizes.tokens, sizes.hidden
+    experts_all = next(iter(sizes.layers.values()))[0]
+    per_rank = experts_all // ranks
+    plan = rank_tokens_by_sort(_homes(sizes), ranks)
+    counts, starts = plan.counts_on_device_G.tolist(), plan.starts_on_device_G.tolist()
+    made = torch.rand(tokens, experts_all, device=sizes.device).argsort(1)[:, : sizes.top_k]
+    weights_Tk = torch.rand(tokens, sizes.top_k, device=sizes.device)
+    group = Group(plan, made.to(torch.int32).contiguous(), weights_Tk, per_rank, ranks)
+    x_TH = torch.randn(tokens, hidden, dtype=sizes.dtype, device=sizes.device)
+    mine_G = [plan.perm_T[s : s + n] for s, n in zip(starts, counts, strict=True)]
+    x_G = [x_TH[mine].contiguous() for mine in mine_G]
+    o_G, out_G = ([x_TH.new_empty(tokens, hidden) for _ in range(ranks)] for _ in range(2))
+    rows_G = [x_TH.new_empty(tokens, hidden) for _ in range(ranks)]
+    x_table, o_table = address_table(x_G), address_table(o_G)
+
+    def run(blocks: int) -> list[Tensor]:
+        for rank in range(len(x_G)):  # keeps X alive, which the table holds as addresses only
+            served = serve_tokens(group, rank)
+            pull(x_table, group, served, rank, rows_G[rank], blocks=blocks)
+            assert served.row_T is not None
+            answers_AH = rows_G[rank][served.row_T.repeat_interleave(sizes.top_k, output_size=tokens * sizes.top_k)]
+            sum_own(answers_AH, group, served, rank, o_G[rank], blocks)
+        for rank in range(ranks):
+            combine(o_table, group, rank, out_G[rank], True, blocks=blocks)
+        return [out[:n] for out, n in zip(out_G, counts, strict=True)]
+
+    total_TH = x_TH.float() * weights_Tk.sum(dim=1, keepdim=True)
+    tolerance = 3e-2 if sizes.dtype == torch.bfloat16 else 1e-5
+    variants: dict[str, Callable[[], Sequence[Tensor]]] = {f"blocks={b}": partial(run, b) for b in sizes.blocks}
+    return Case("exchange_dedup", variants, [total_TH[mine] for mine in mine_G], tolerance, [*o_G, *out_G, *rows_G])
+
+
+def _homes(sizes: Sizes) -> Tensor:
+    """A home per token, later ranks liked up to twice as much."""
+    share_G = torch.linspace(1, 2, sizes.ranks)
+    return torch.multinomial(share_G, sizes.tokens, replacement=True).to(sizes.device)
+
+
+def _weights(sizes: Sizes, count: int, width: int) -> tuple[Tensor, Tensor]:
+    w13 = torch.randn(count, 2 * width, sizes.hidden, dtype=sizes.dtype, device=sizes.device) / sizes.hidden**0.5
+    return w13, torch.randn(count, sizes.hidden, width, dtype=sizes.dtype, device=sizes.device) / width**0.5
+
+
+def _rank_order_sum(x_GTH: Tensor) -> Tensor:
+    total_TH = torch.zeros(x_GTH.shape[1:], dtype=torch.float32, device=x_GTH.device)
+    for x_TH in x_GTH:
+        total_TH += x_TH
+    return total_TH.to(x_GTH.dtype)
