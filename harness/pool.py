@@ -63,7 +63,8 @@ class _Child:
         code = self.process.exitcode
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
+                name = signal.Signals(-code).name
+                return f"was killed by {name}" + (" (shared memory is full)" if name == "SIGBUS" else "")
         return f"ended with exit code {code}"
 
 

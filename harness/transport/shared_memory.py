@@ -85,8 +85,12 @@ def _map_shared(rank: int, size: int, group: dist.ProcessGroup | None) -> Tensor
 
 
 def _directory(size: int) -> str:
-    """Memory-backed where it has room, else the temporary directory; UserError when neither has."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
+    """Memory-backed where it has room, else the temporary directory; UserError when neither has.
+
+    A temporary directory that is memory-backed itself comes first: a pool of ranks removes its own whatever happens.
+    """
+    folders = ["/dev/shm", tempfile.gettempdir()]
+    for folder in folders[::-1] if folders[1].startswith("/dev/shm/") else folders:
         if os.path.isdir(folder):
             room = os.statvfs(folder)
             if room.f_bavail * room.f_frsize >= size:
