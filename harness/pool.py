@@ -17,8 +17,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self
 
@@ -82,12 +83,14 @@ class RankPool:
         self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
         self._children: list[_Child] = []
         context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # its start would let Ctrl-C through again, see _interrupts_held
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 arguments = (rank, ranks, theirs, self._scratch, os.getcwd())
                 process = context.Process(target=work, args=arguments, name=f"rank {rank}", daemon=True)
-                process.start()
+                with _interrupts_held():
+                    process.start()
                 theirs.close()  # so that a dead rank's pipe reads as closed
                 self._children.append(_Child(process, ours))
             self._gather("start-up", START_TIMEOUT_S, None)
@@ -207,6 +210,16 @@ class RankPool:
             f"no answer from rank {names} of {self.ranks} within {timeout_s:g} s during {task}; all ranks were ended "
             "(a longer measure.timeout_s helps where the machine is only slow)",
         )
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits in this process, and never reaches a rank that is started meanwhile: the mask is inherited."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def open_pool(ranks: int, timeout_s: float = 120.0) -> Pool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from .errors import UserError
 
@@ -38,6 +40,31 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         if not isinstance(error, OSError):
             raise
         raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); finished rows are kept, "
+            f"{path}: cannot be written ({error.strerror or error}); what was finished before is kept, "
             "run the same command again to continue"
         ) from None
+
+
+def read_arrays(path: str | Path, what: str, remedy: str) -> dict[str, Any]:
+    """All arrays of an .npz without pickles. UserError for a file that is none, whole or in part.
+
+    what, remedy: for the message ("trace", "`semmoe trace record` makes one").
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such {what} file; {remedy}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # zip, zlib, the array header and its parser each raise kinds of their own
+        told = " ".join(f"{error or type(error).__name__}".split())
+        raise UserError(f"{path}: not a readable .npz {what} ({told}); {remedy}") from None
+
+
+def single(arrays: Mapping[str, Any], name: str, kinds: str, where: str | Path) -> Any:
+    """The one value of a scalar entry whose dtype is of one of these numpy kinds ("iu", "U"); UserError otherwise."""
+    value = np.asarray(arrays[name])
+    if value.shape != () or value.dtype.kind not in kinds:
+        right = "one string" if kinds == "U" else "one whole number"
+        raise UserError(f"{where}: {name} holds {value.dtype} of shape {value.shape}; {right} is right")
+    return value.item()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
-from .files import replacing
+from .files import read_arrays, replacing, single
 from .serving import StepPlan
 
 SCHEMA_VERSION = 1
 COLUMNS = ("rank", "request", "phase", "start", "count")
+SHAPES = dict.fromkeys(("offset", "index", "token_start", *COLUMNS), "iu") | {"duration_ms": "f", "now_ms": "f"}
+MOST = 1 << 53  # larger than any time or row
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,25 +63,40 @@ class StepLog:
     @classmethod
     def load(cls, path: str | Path) -> StepLog:
         """Read a log; UserError for a file that is none."""
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"{path}: no such step log; `semmoe measure workload=serve` writes one beside each row")
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                raw = {name: file[name] for name in file.files}
-            version = int(raw["schema_version"])
-            if version != SCHEMA_VERSION:
-                raise UserError(f"{path}: schema version {version}; this release reads version {SCHEMA_VERSION}")
-            offset, columns = raw["offset"], [raw[name] for name in COLUMNS]
-            plans = [
-                StepPlan(int(index), *(column[offset[s] : offset[s + 1]] for column in columns))
-                for s, index in enumerate(raw["index"])
-            ]
-            return cls(str(raw["config_id"]), plans, raw["duration_ms"], raw["now_ms"], raw["token_start"])
-        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{path}: not a readable step log ({error}); measure the run again") from None
+        raw = read_arrays(path, "step log", "`semmoe measure workload=serve` writes one beside each row")
+        version = single(raw, "schema_version", "iu", path) if "schema_version" in raw else SCHEMA_VERSION
+        if version != SCHEMA_VERSION:
+            raise UserError(f"{path}: schema version {version}; this release reads version {SCHEMA_VERSION}")
+        missing = [name for name in ("schema_version", "config_id", *SHAPES) if name not in raw]
+        if missing:
+            raise UserError(f"{path}: lacks {', '.join(missing)}; measure the run again")
+        config_id = single(raw, "config_id", "U", path)
+        _validate(raw, path)
+        offset, columns = raw["offset"], [raw[name] for name in COLUMNS]
+        plans = [
+            StepPlan(int(index), *(column[offset[s] : offset[s + 1]] for column in columns))
+            for s, index in enumerate(raw["index"])
+        ]
+        return cls(config_id, plans, raw["duration_ms"], raw["now_ms"], raw["token_start"])
+
+
+def _validate(raw: dict[str, Any], path: str | Path) -> None:
+    """UserError naming the first array that cannot be part of a log."""
+    for name, kinds in SHAPES.items():
+        if raw[name].ndim != 1 or raw[name].dtype.kind not in kinds:
+            raise UserError(f"{path}: {name} holds {raw[name].dtype} of shape {raw[name].shape}; measure the run again")
+    steps, entries = len(raw["index"]), len(raw["rank"])
+    offset, lengths = raw["offset"], {"duration_ms": steps, "now_ms": steps} | dict.fromkeys(COLUMNS, entries)
+    if len(offset) != steps + 1 or offset[0] != 0 or offset[-1] != entries or (np.diff(offset) < 0).any():
+        raise UserError(f"{path}: offset does not divide {entries} entries into {steps} steps; measure the run again")
+    lowest = {"count": 1, "index": 0, "duration_ms": 0, "now_ms": 0, "token_start": 0} | dict.fromkeys(COLUMNS[:-1], 0)
+    highest = {"phase": 1, "request": len(raw["token_start"]) - 1}
+    for name, low in lowest.items():
+        values, high = raw[name], highest.get(name, MOST)
+        if len(values) != lengths.get(name, len(values)):
+            raise UserError(f"{path}: {name} has {len(values)} values, not {lengths[name]}; measure the run again")
+        if not ((values >= low) & (values <= high)).all():
+            raise UserError(f"{path}: {name} holds values outside {low}..{high}; measure the run again")
 
 
 def step_log_path(folder: str | Path, config_id: str, repeat: int) -> Path:

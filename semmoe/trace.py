@@ -6,7 +6,6 @@ The file is one .npz without pickles. It is validated whenever it is read or mad
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
-from .files import replacing
+from .files import read_arrays, replacing, single
 
 SCHEMA_VERSION = 1
 IntArray = NDArray[np.integer]
@@ -165,14 +164,7 @@ class RoutingTrace:
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read and validate a trace; UserError names the file, the row and what is wrong."""
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"{path}: no such trace file; `semmoe trace record` or `semmoe trace synthetic` makes one")
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                raw = {name: file[name] for name in file.files}
-        except (ValueError, OSError, zipfile.BadZipFile, EOFError, KeyError) as error:
-            raise UserError(f"{path}: not a readable .npz trace ({error})") from None
+        raw = read_arrays(path, "trace", "`semmoe trace record` or `semmoe trace synthetic` makes one")
         needed = (
             "schema_version",
             "model",
@@ -188,13 +180,13 @@ class RoutingTrace:
         missing = [name for name in needed if name not in raw]
         if missing:
             raise UserError(f"{path}: lacks {', '.join(missing)}; a semmoe trace holds {', '.join(needed)}")
-        version = int(raw["schema_version"])
+        version = single(raw, "schema_version", "iu", path)
         if version != SCHEMA_VERSION:
             raise UserError(f"{path}: schema version {version}; this release reads version {SCHEMA_VERSION}")
         return cls(
-            model=str(raw["model"]),
-            num_experts=int(raw["num_experts"]),
-            vocab_size=int(raw["vocab_size"]),
+            model=single(raw, "model", "U", path),
+            num_experts=single(raw, "num_experts", "iu", path),
+            vocab_size=single(raw, "vocab_size", "iu", path),
             experts_TLk=raw["experts"],
             token_id_T=raw["token_id"],
             request_offset_R1=raw["request_offset"],
@@ -209,6 +201,11 @@ class RoutingTrace:
 
 def _validate(trace: RoutingTrace) -> None:
     where, experts = trace.path, trace.experts_TLk
+    if not trace.model:
+        raise UserError(f"{where}: the name of the model is empty")
+    for name, most in (("num_experts", np.iinfo(np.int16).max), ("vocab_size", np.iinfo(np.int32).max)):
+        if not 1 <= getattr(trace, name) <= most:
+            raise UserError(f"{where}: {name}={getattr(trace, name)} must lie in 1..{most}")
     if experts.ndim != 3:
         raise UserError(f"{where}: experts has shape {experts.shape}; [tokens, layers, k] is needed")
     tokens, layers, k = experts.shape

@@ -173,3 +173,13 @@ def test_death_of_the_parent_ends_ranks_that_wait_in_a_collective(tmp_path):
         os.kill(int(pid), signal.SIGKILL)
     assert not left
     assert not Path(scratch).exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads signal masks from /proc")
+def test_an_interrupt_never_reaches_a_rank_not_even_while_it_starts():
+    with RankPool(2) as pool:
+        for pid in pool.pids:
+            status = Path(f"/proc/{pid}/status").read_text()
+            (blocked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
+            assert blocked >> (signal.SIGINT - 1) & 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -9,6 +9,21 @@ from semmoe.errors import UserError
 from semmoe.serving import StepPlan
 from semmoe.steplog import StepLog, step_log_path
 
+WEIRD = {
+    "object": np.array([{}, None], dtype=object),
+    "float": np.array([1.5, 2.5, 3.5]),
+    "nan": np.array([np.nan]),
+    "text": np.array(["a", "b"]),
+    "empty": np.zeros(0, dtype=complex),
+    "negative": np.array([-1, -5]),
+    "huge": np.array([2**62]),
+    "unsigned": np.array([2**64 - 1], dtype=np.uint64),
+    "complex": np.array([1j]),
+    "solid": np.zeros((2, 2, 2, 2)),
+    "date": np.array(["2020-01-01"], dtype="M8[D]"),
+    "struct": np.zeros(2, dtype=[("a", int)]),
+}
+
 
 def log() -> StepLog:
     def plan(index: int, *entries: tuple[int, int, int, int, int]) -> StepPlan:
@@ -44,10 +59,10 @@ def test_what_is_no_log_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such step log"):
         StepLog.load(tmp_path / "absent.npz")
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(UserError, match=r"text.npz: not a readable step log"):
+    with pytest.raises(UserError, match=r"text.npz: not a readable .npz step log"):
         StepLog.load(tmp_path / "text.npz")
     np.savez(tmp_path / "other.npz", schema_version=np.int64(1))
-    with pytest.raises(UserError, match=r"other.npz: not a readable step log"):
+    with pytest.raises(UserError, match=r"other.npz: lacks config_id"):
         StepLog.load(tmp_path / "other.npz")
     np.savez(tmp_path / "new.npz", schema_version=np.int64(9))
     with pytest.raises(UserError, match="schema version 9"):
@@ -62,3 +77,22 @@ def test_a_full_disk_leaves_no_half_log(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left"):
         log().save(tmp_path / "x.npz")
     assert not list(tmp_path.iterdir())
+
+
+def test_every_array_of_a_wrong_kind_shape_or_range_is_refused_by_name(tmp_path):
+    path = log().save(tmp_path / "good.npz")
+    arrays = dict(np.load(path))
+    bad = tmp_path / "bad.npz"
+    for name, array in arrays.items():
+        np.savez(bad, **{key: value for key, value in arrays.items() if key != name})
+        with pytest.raises(UserError, match=rf"bad\.npz: lacks {name}"):
+            StepLog.load(bad)
+        for kind, weird in WEIRD.items():
+            np.savez(bad, **arrays | {name: weird})
+            with pytest.raises(UserError, match=r"bad\.npz: "):
+                StepLog.load(bad)
+                pytest.fail(f"{name}: {kind} was taken")
+        if array.ndim == 1 and array.dtype.kind == "i":
+            np.savez(bad, **arrays | {name: array - 1000})
+            with pytest.raises(UserError, match=rf"bad\.npz: {name}"):
+                StepLog.load(bad)

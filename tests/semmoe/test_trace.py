@@ -9,6 +9,21 @@ from conftest import make_trace
 from semmoe.errors import UserError
 from semmoe.trace import RoutingTrace
 
+WEIRD = {
+    "object": np.array([{}, None], dtype=object),
+    "float": np.array([1.5, 2.5]),
+    "nan": np.array([np.nan]),
+    "text": np.array(["a", "b"]),
+    "empty": np.zeros(0, dtype=complex),
+    "negative": np.array([-1, -5]),
+    "huge": np.array([2**62]),
+    "unsigned": np.array([2**64 - 1], dtype=np.uint64),
+    "complex": np.array([1j]),
+    "solid": np.zeros((2, 2, 2, 2)),
+    "date": np.array(["2020-01-01"], dtype="M8[D]"),
+    "struct": np.zeros(2, dtype=[("a", int)]),
+}
+
 
 def test_save_and_load_give_the_same_trace(trace, tmp_path):
     weights = np.random.default_rng(0).random(trace.experts_TLk.shape)
@@ -117,3 +132,51 @@ def test_a_pickle_in_the_file_is_refused(trace, tmp_path):
     np.savez(tmp_path / "pickle.npz", **arrays)
     with pytest.raises(UserError, match="not a readable"):
         RoutingTrace.load(tmp_path / "pickle.npz")
+
+
+def test_every_array_of_a_wrong_kind_is_refused_and_names_the_file(trace, tmp_path):
+    trace.save(tmp_path / "good.npz")
+    arrays, bad = dict(np.load(tmp_path / "good.npz")), tmp_path / "bad.npz"
+    free_text = {("domain", kind) for kind in WEIRD}  # any labels will do where there are enough of them
+    for name in (*arrays, "arrival_ms", "gate_weight"):
+        for kind, weird in WEIRD.items():
+            np.savez(bad, **arrays | {name: weird})
+            with pytest.raises(UserError, match=r"bad\.npz: "):
+                RoutingTrace.load(bad)
+                if (name, kind) not in free_text:
+                    pytest.fail(f"{name}: {kind} was taken")
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_experts", 0), ("num_experts", 10**12), ("vocab_size", 2**62)])
+def test_sizes_that_no_id_type_holds_are_refused(trace, tmp_path, name, value):
+    trace.save(tmp_path / "t.npz")
+    np.savez(tmp_path / "t.npz", **dict(np.load(tmp_path / "t.npz")) | {name: np.int64(value)})
+    with pytest.raises(UserError, match=f"{name}={value} must lie in"):
+        RoutingTrace.load(tmp_path / "t.npz")
+
+
+def test_damaged_bytes_are_one_message_or_change_nothing(trace, tmp_path):
+    trace.save(tmp_path / "good.npz")
+    whole, rng, bad = (tmp_path / "good.npz").read_bytes(), np.random.default_rng(0), tmp_path / "bad.npz"
+    damaged = [whole[:cut] for cut in (0, 1, 4, 100, len(whole) // 2, len(whole) - 1)]
+    for low in (0, len(whole) - 700):  # data, and the directory at the end of the archive
+        for _ in range(80):
+            copy = bytearray(whole)
+            for place in rng.integers(low, len(whole), 4):
+                copy[place] = rng.integers(256)
+            damaged.append(bytes(copy))
+    refused = 0
+    for data in damaged:
+        bad.write_bytes(data)
+        try:
+            assert RoutingTrace.load(bad).digest == trace.digest  # the checksums let only harmless changes through
+        except UserError as error:
+            assert "bad.npz: " in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_a_plain_array_is_no_trace(tmp_path):
+    np.save(tmp_path / "plain.npy", np.arange(5))
+    with pytest.raises(UserError, match=r"plain\.npy: not a readable \.npz trace"):
+        RoutingTrace.load(tmp_path / "plain.npy")
