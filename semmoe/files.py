@@ -40,7 +40,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         if not isinstance(error, OSError):
             raise
         raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); what was finished before is kept, "
+            f"{path}: cannot be written ({error.strerror or error}); finished rows are kept, "
             "run the same command again to continue"
         ) from None
 

@@ -58,6 +58,7 @@ def _columns() -> dict[str, Column]:
         "environment": Column("str", "machine, library versions, load: compact JSON"),
         "cluster": Column("str", "name of the cluster preset or calibration", True),
         "cluster_digest": Column("str", "hash of the cluster's whole content", True),
+        "settings_digest": Column("str", "hash of settings outside config_id (slo, cost, measure, plug-in sources)"),
         "model": Column("str", "model name", True),
         "trace": Column("str", "file name of the trace", True),
         "trace_digest": Column("str", "content hash of the trace", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -41,6 +42,7 @@ def label(group: dict[str, Any] | None) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.rsplit(".", 1)[-1]).lower()
 
 
+@functools.cache
 def commit() -> str:
     """Short git commit of the working directory's checkout ('+' when changed); '' outside of one."""
     try:

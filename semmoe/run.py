@@ -22,6 +22,7 @@ from .plugins import instantiate
 from .recipe import Fitted, Recipe
 from .rows import commit, label
 from .serving import Request, ServingLimits, ServingLoop
+from .settings import settings_digest
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
 from .workload import Workload, batches
@@ -149,6 +150,7 @@ class Run:
             "repeat": self.repeat,
             "cluster": self.cluster.name,
             "cluster_digest": self.cluster.digest,
+            "settings_digest": settings_digest(cfg, backend, self.config_id, self.repeat),
             "model": self.model.name,
             "trace": Path(self.heldout.path).name,
             "trace_digest": self.axes["trace_digest"],

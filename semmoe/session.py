@@ -17,6 +17,7 @@ from .errors import UserError
 from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
 from .run import Run, RunBuilder
+from .settings import settings_digest
 
 SHOWN_WHERE_SWEPT = (
     "model",
@@ -25,6 +26,7 @@ SHOWN_WHERE_SWEPT = (
     "slots",
     "predictor",
     "replica_router",
+    "transport",
     "workload",
     "batch_tokens",
     "rate_rps",
@@ -59,14 +61,16 @@ def path_of(run: Run, backend: str) -> Path:
 
 
 def is_done(run: Run, backend: str) -> bool:
-    """Whether this row exists, made with the same content of the cluster file."""
+    """Whether this row exists, made with the same cluster file, settings, plug-in sources and replayed log."""
     path = path_of(run, backend)
     if run.cfg["rerun"] or not path.is_file():
         return False
     try:
-        return bool(read_row(path)["cluster_digest"] == run.cluster.digest)
+        row = read_row(path)
     except UserError:  # a damaged row is made again
         return False
+    settings = settings_digest(run.cfg, backend, run.config_id, run.repeat)
+    return bool(row["cluster_digest"] == run.cluster.digest and row.get("settings_digest") == settings)
 
 
 @dataclass
@@ -153,7 +157,7 @@ def _swept(runs: Sequence[Run]) -> set[str]:
     """Columns beside the policies that differ between these runs, and so are shown in every line."""
     seen: dict[str, set[Any]] = {}
     for run in runs:
-        row = run.identity("", "", "")
+        row = run.identity("", str(run.cfg["transport"]["name"]), "")
         for name in SHOWN_WHERE_SWEPT:
             seen.setdefault(name, set()).add(row[name])
     return {name for name, values in seen.items() if len(values) > 1}

@@ -146,6 +146,22 @@ def test_a_damaged_row_is_made_again(here, capsys, damage):
     assert json.loads(path.read_text())["layer_ms"] == whole["layer_ms"]
 
 
+@pytest.mark.parametrize("change", ["slo.ttft_ms=1", "cost.allow_roofline=true", "planned_folds=2", "time_limit_s=5"])
+def test_a_row_made_with_other_settings_is_made_again_and_one_with_the_same_is_kept(here, capsys, change):
+    served = ["simulate", "workload=serve", "workload.num_requests=4", "planned_folds=0"]
+    for overrides, made in ([], 1), ([], 0), ([change], 1), ([change], 0), (["measure.warmup=9", change], 0):
+        code, out, _ = run(capsys, *served, *overrides)
+        assert code == 0 and f"simulated {made} configuration(s)" in out, overrides
+
+
+def test_a_row_of_a_plug_in_that_was_edited_is_made_again(here, capsys):
+    code = "from semmoe.placement.{0} import {1} as Mine\n"
+    for option, made in (("contiguous", 1), ("contiguous", 0), ("strided", 1)):
+        (here / "edited_plug_in.py").write_text(code.format(option, option.capitalize()))
+        status, out, err = run(capsys, "simulate", *SMALL, "placement._target_=edited_plug_in.Mine")
+        assert status == 0 and f"simulated {made} configuration(s)" in out, err
+
+
 @pytest.mark.parametrize("spoil", ["results", "results/runs", "results/runs/default"])
 def test_a_file_where_the_folder_of_the_run_should_be_is_named(here, capsys, spoil):
     (here / spoil).parent.mkdir(parents=True, exist_ok=True)
