@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +64,17 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
+def _bars_on_terminals_only() -> None:
+    """transformers shows its progress bars everywhere unless told otherwise."""
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging
+
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+
+
 def _record(options: argparse.Namespace) -> int:
+    _bars_on_terminals_only()
     if options.model == "tiny" and not options.text:
         from .cli import _backend
 

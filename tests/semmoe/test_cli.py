@@ -197,3 +197,10 @@ def test_trace_info_and_synthetic(here, capsys):
     assert code == 0 and "tiny, 32 experts, top-4" in out
     code, out, _ = run(capsys, "trace", "synthetic", "requests=12", "--out", "synth.npz")
     assert code == 0 and "requests 12" in out and (here / "synth.npz").is_file()
+
+
+def test_recording_shows_no_progress_bar_where_there_is_no_terminal(here):
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "semmoe.cli", "trace", "record", "tiny", "--requests=2", "--max-tokens=40"]
+    done = subprocess.run([*command, "--out", "r.npz"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "requests 2" in done.stdout and "%|" not in done.stdout + done.stderr
