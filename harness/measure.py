@@ -12,6 +12,7 @@ from typing import Any
 
 from semmoe.rows import locality_columns
 from semmoe.run import Run
+from semmoe.served import served_columns
 from semmoe.steplog import StepLog
 
 from .check import check_step
@@ -19,7 +20,7 @@ from .counting import traffic_of
 from .environment import environment_json
 from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
-from .serve import measure_serve, serve_columns
+from .serve import measure_serve
 from .stack import Stack
 from .worker import RankContext
 
@@ -57,7 +58,15 @@ def measure_run(
     row |= locality_columns(meter, "measured")
     row |= time_columns(records, planned_per_layer=run.spec.flow == "tp_shuffled", seed=int(run.cfg["seed"]))
     served = records[0].extra
-    row |= serve_columns(run, served) if served else {}
+    if served:
+        row |= served_columns(
+            run.workload.requests,
+            served["first_token_ms_R"],
+            served["finish_ms_R"],
+            served["preemptions"],
+            run.cfg["slo"],
+            served["itl_ms"],
+        )
     row |= {
         "environment": environment_json(pool.ranks),
         "provenance": f"measured on {pool.ranks} CPU processes, {transport} transport, eager",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from semmoe.planning import RoutedStep, StepPlanner
-from semmoe.results import summary_ms
 from semmoe.run import Run
-from semmoe.serving import Request, ServingLoop, StepPlan
+from semmoe.serving import ServingLoop, StepPlan
 from semmoe.steplog import StepLog
 
 from .check import check_step
@@ -109,6 +107,7 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
             "first_token_ms_R": loop.first_token_ms_R,
             "finish_ms_R": loop.finish_ms_R,
             "preemptions": loop.preemptions,
+            "itl_ms": loop.itl_ms(),
             "log": StepLog(
                 run.config_id,
                 server.plans,
@@ -169,27 +168,3 @@ def _broadcast_plan(plan: StepPlan | None) -> StepPlan | None:
         columns.copy_(torch.from_numpy(stacked))
     dist.broadcast(columns, src=0)
     return StepPlan(index, *columns.numpy()) if plan is None else plan
-
-
-def serve_columns(run: Run, extra: dict[str, Any]) -> dict[str, Any]:
-    """Serving columns from first-token and finish times."""
-    slo = run.cfg["slo"]
-    requests: list[Request] = run.workload.requests
-    arrival_R = np.array([r.arrival_ms for r in requests])
-    output_R = np.array([r.output_len for r in requests])
-    ttft_R = extra["first_token_ms_R"] - arrival_R
-    e2e_R = extra["finish_ms_R"] - arrival_R
-    many = output_R > 1
-    tpot_R = np.full(len(requests), np.nan)
-    tpot_R[many] = (e2e_R - ttft_R)[many] / (output_R[many] - 1)
-    finished = np.isfinite(e2e_R)
-    span_s = (np.nanmax(extra["finish_ms_R"]) - arrival_R.min()) / 1e3
-    good = finished & (ttft_R <= float(slo["ttft_ms"])) & ~(tpot_R > float(slo["tpot_ms"]))
-    return {
-        **summary_ms("ttft", ttft_R),
-        **summary_ms("tpot", tpot_R),
-        **summary_ms("e2e", e2e_R),
-        "throughput_rps": float(finished.sum() / span_s),
-        "goodput_rps": float(good.sum() / span_s),
-        "preemptions": int(extra["preemptions"]),
-    }

@@ -14,7 +14,7 @@ from harness.check import TOLERANCE, poisoned  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankPool  # noqa: E402
 from harness.record import RankRecord, bootstrap_mean, time_columns  # noqa: E402
-from harness.serve import Clock, serve_columns  # noqa: E402
+from harness.serve import Clock  # noqa: E402
 from harness.stack import Stack, max_home_tokens  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
@@ -181,18 +181,6 @@ def test_the_clock_leaves_out_pauses():
     time.sleep(0.05)
     clock.set_back_to(now_ms)
     assert now_ms <= clock.now_ms() < now_ms + 25
-
-
-def test_serving_columns_by_hand():
-    run = build("workload=serve", "workload.num_requests=2", "workload.arrivals=all_at_once", "workload.max_output=3")
-    extra = {"first_token_ms_R": np.array([100.0, 2000.0]), "finish_ms_R": np.array([300.0, 2400.0]), "preemptions": 1}
-    row = serve_columns(run, extra)
-    outputs = [r.output_len for r in run.workload.requests]
-    assert row["ttft_ms"] == 1050.0 and row["e2e_ms"] == 1350.0
-    assert row["tpot_ms"] == pytest.approx(np.mean([t / (o - 1) for t, o in zip((200, 400), outputs, strict=True)]))
-    assert row["throughput_rps"] == pytest.approx(2 / 2.4)
-    slow = 200 / (outputs[0] - 1) > run.cfg["slo"]["tpot_ms"]
-    assert row["goodput_rps"] == pytest.approx((0 if slow else 1) / 2.4), "the second missed the limit of 1000 ms"
 
 
 def record(layer_ms_SL, gate_ms, plan_ms_S=(0.0, 0.0)) -> RankRecord:
