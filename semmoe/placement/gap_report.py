@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..sources.fingerprints import load_fingerprints
 from ..trace import RoutingTrace
 from .base import PlacementProblem
 from .exact import relative_gap, solve, values_of
-from .instances import cut, load_routes, problem_of, request_instance, token_instance
+from .instances import cut, problem_of, request_instance, token_instance
 from .lagrangian import upper_bound
 from .program import programs_of
 from .random import Random
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--bound-seconds", type=float, default=0.0, help="also bound full layers, this long each")
     parser.add_argument("--out", default="results/placement_gap.md")
     options = parser.parse_args()
-    trace = load_routes(options.routes)
+    trace = load_fingerprints(options.routes)
     rows = measure(trace, options.instances, options.restarts)
     command = f"python -m semmoe.placement.exact --instances {options.instances} --restarts {options.restarts}"
     if options.bound_seconds:

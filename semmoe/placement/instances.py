@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,28 +10,6 @@ from ..profile import Profile
 from ..specs import ClusterSpec, ModelSpec
 from ..trace import RoutingTrace
 from .base import PlacementProblem
-
-
-def load_routes(path: str | Path) -> RoutingTrace:
-    """The trace of a file with `experts` [T, L, k], `token`, `request_offset` and `request_category` (token strings)."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; routes with experts, token and request_offset are needed")
-    with np.load(path) as data:
-        experts, offset = data["experts"], data["request_offset"]
-        layers = experts.shape[1]
-        return RoutingTrace(
-            model=path.stem,
-            num_experts=int(experts.max()) + 1,
-            vocab_size=int(data["token"].max()) + 1,
-            experts_TLk=experts.astype(np.int16),
-            token_id_T=data["token"].astype(np.int32),
-            request_offset_R1=offset,
-            prompt_len_R=np.zeros(len(offset) - 1, dtype=np.int32),
-            domain_R=data["request_category"].astype(np.str_),
-            layer_ids_L=np.arange(layers),
-            path=str(path),
-        )
 
 
 def problem_of(

@@ -21,7 +21,8 @@ from ..predict.base import FIXED_POINT
 from ..profile import Profile, count_by_row
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
-from .cocluster import cluster, covariance_EE
+from .cocluster import covariance_EE
+from .partition import improve
 from .replicas import add_replicas
 from .request_homes import alternate_requests, local_counts_EG, one_hot, request_homes
 from .token_homes import TokenSample, alternate, local_counts
@@ -91,7 +92,7 @@ class Semantic:
             for start in range(self.restarts):
                 first = self._start(start, best_rank, ranks, rng)
                 if start < self.restarts // 4 or start == 0:
-                    cluster(similarity_EE, first, ranks)
+                    improve(similarity_EE, first, ranks, 0)
                 found, rank_E = alternate(
                     share_SE,
                     experts_Sk,

@@ -6,7 +6,8 @@ from itertools import combinations
 
 import numpy as np
 
-from semmoe.placement.cocluster import cluster, covariance_EE
+from semmoe.placement.cocluster import covariance_EE
+from semmoe.placement.partition import improve
 
 
 def within(similarity_EE: np.ndarray, rank_E: np.ndarray) -> float:
@@ -22,7 +23,7 @@ def test_no_trade_is_left_and_the_quota_holds() -> None:
         similarity_EE = half + half.T
         rank_E = rng.permutation(np.arange(12) % 3)
         before = within(similarity_EE, rank_E)
-        cluster(similarity_EE, rank_E, 3)
+        improve(similarity_EE, rank_E, 3, 0)
         after = within(similarity_EE, rank_E)
         assert after > before
         assert (np.bincount(rank_E) == 4).all()
@@ -37,5 +38,5 @@ def test_blocks_that_move_together_are_found() -> None:
     block_E = rng.permutation(np.arange(16) % 4)
     share_SE = rng.random((500, 4))[:, block_E] + 0.2 * rng.random((500, 16))
     rank_E = rng.permutation(np.arange(16) % 4)
-    cluster(covariance_EE(share_SE, 16), rank_E, 4)
+    improve(covariance_EE(share_SE, 16), rank_E, 4, 0)
     assert ((rank_E[:, None] == rank_E) == (block_E[:, None] == block_E)).all()

@@ -13,10 +13,11 @@ from semmoe.errors import UserError
 from semmoe.placement.contiguous import Contiguous
 from semmoe.placement.enumeration import placements, price_bound
 from semmoe.placement.exact import Exact, gap, solve
-from semmoe.placement.instances import load_routes, problem_of, request_instance, token_instance
+from semmoe.placement.instances import problem_of, request_instance, token_instance
 from semmoe.placement.lagrangian import best_sets, column_bound, row_bound, spectral_bound, upper_bound
 from semmoe.placement.program import Program, programs_of
 from semmoe.placement.semantic import Semantic
+from semmoe.sources.fingerprints import load_fingerprints
 from semmoe.sources.synthetic import Synthetic
 
 ROUTES = Path("../shared/data/traces/gptoss20b_mmlu_decode_routes.npz")
@@ -158,7 +159,7 @@ def test_what_cannot_be_solved_is_said() -> None:
 
 @pytest.mark.skipif(not ROUTES.is_file(), reason="the real routes lie outside the repository")
 def test_semantic_is_near_the_proved_optimum_of_real_instances() -> None:
-    trace, gaps = load_routes(ROUTES), []
+    trace, gaps = load_fingerprints(ROUTES), []
     for seed in range(6):
         rng = np.random.default_rng(seed)
         part = request_instance(trace, 8, 16, 1, rng) if seed % 2 else token_instance(trace, 8, 24, rng)
