@@ -11,11 +11,13 @@ from typing import Any
 import pandas as pd
 
 from ..compare import Comparison
+from ..results import SERVED
 from .draw import clean
 from .words import NAMES, shared_line, summary_lines
 
 GAP = "  "
-KEY_SHARE = 0.52  # of the width, for the columns that name a configuration
+KEY_SHARE = 0.52  # of the width: most that the columns that name a configuration may take beside figures
+SIDES = ("predicted", "measured")
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,27 @@ class Col:
 
 
 def render(comparison: Comparison, width: int = 140) -> str:
-    """The whole comparison: what is shared, the tables, the summary, a verdict a configuration."""
+    """The whole comparison: what is shared, the tables, the summary, a verdict a configuration.
+
+    Where the axes are too wide to stand beside the figures, they get a table of their own, and the others go by number.
+    """
     table = comparison.table
-    key = _key_columns(table, comparison.axes, int(width * KEY_SHARE))
+    key = _key_columns(table, comparison.axes)
     parts = [f"all configurations: {shared_line(comparison)}"]
-    for title, columns in (
-        ("locality", _locality(table)),
-        ("balance", _balance(table)),
-        ("time", _time(table)),
-        ("served requests", _served(table)),
+    if _total(key) > width * KEY_SHARE:
+        parts.append(f"configurations\n{_text(_narrowed(key, width))}")
+        key = key[:1]
+    served = table[[f"{n}_ms_{side}" for n in SERVED for side in SIDES]].notna().any(axis=1)
+    every = pd.Series(True, index=table.index)
+    for title, columns, shown in (
+        ("locality", _locality(table), every),
+        ("balance", _balance(table), every),
+        ("time", _times(table, ("layer", "step"), 3), every),
+        ("served requests", _times(table, SERVED, 1), served),
     ):
         if columns:
-            parts += [f"{title}\n{block}" for block in _blocks(key, columns, width)]
+            blocks = _blocks(_only(key, shown), _only(columns, shown), width)
+            parts += [f"{title}{' (continued)' if i else ''}\n{block}" for i, block in enumerate(blocks)]
     parts.append("\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in summary_lines(comparison)))
     said = [f"#{i} {line.configuration}: {line.verdict}" for i, line in enumerate(table.itertuples(), 1)]
     parts.append(
@@ -54,14 +65,23 @@ def render(comparison: Comparison, width: int = 140) -> str:
     return "\n\n".join(parts)
 
 
-def _key_columns(table: pd.DataFrame, axes: Sequence[str], room: int) -> list[Col]:
-    """Number and axes; the widest axis is narrowed (its cells wrap) until all fit into `room`."""
+def _key_columns(table: pd.DataFrame, axes: Sequence[str]) -> list[Col]:
+    """Number and axes of every configuration."""
     columns = [Col("", "#", [str(i + 1) for i in range(len(table))])]
     for name in axes:
         top, _, bottom = name.replace("_", " ").rpartition(" ")
         columns.append(Col(top, bottom, [clean(_plain(v)) for v in table[name]], left=True))
+    return columns
+
+
+def _total(columns: Sequence[Col]) -> int:
+    return sum(c.width + len(GAP) for c in columns)
+
+
+def _narrowed(columns: list[Col], width: int) -> list[Col]:
+    """The widest column is narrowed (its cells wrap) until all fit into `width`."""
     widths = [c.width for c in columns]
-    while sum(widths) + len(GAP) * len(widths) > room and max(widths) > 8:
+    while sum(widths) + len(GAP) * len(widths) > width and max(widths) > 8:
         widths[widths.index(max(widths))] -= 1
     return [
         Col(
@@ -72,6 +92,11 @@ def _key_columns(table: pd.DataFrame, axes: Sequence[str], room: int) -> list[Co
         )
         for c, w in zip(columns, widths, strict=True)
     ]
+
+
+def _only(columns: Sequence[Col], shown: pd.Series[bool]) -> list[Col]:
+    """The columns with the cells of these configurations."""
+    return [Col(c.top, c.bottom, [t for t, keep in zip(c.cells, shown, strict=True) if keep], c.left) for c in columns]
 
 
 def _plain(value: Any) -> str:
@@ -115,21 +140,13 @@ def _times(table: pd.DataFrame, names: Sequence[str], digits: int) -> list[Col]:
     return columns
 
 
-def _time(table: pd.DataFrame) -> list[Col]:
-    return _times(table, ("layer", "step"), 3)
-
-
-def _served(table: pd.DataFrame) -> list[Col]:
-    return _times(table, ("ttft", "tpot", "e2e"), 1)
-
-
 def _blocks(key: list[Col], columns: list[Col], width: int) -> list[str]:
     """Tables of at most `width` columns; those that do not fit continue in a further table with the same key."""
     blocks: list[str] = []
     part: list[Col] = []
-    room = width - sum(c.width + len(GAP) for c in key)
+    room = width - _total(key)
     for column in columns:
-        if part and sum(c.width + len(GAP) for c in part) + column.width > room:
+        if part and _total(part) + column.width > room:
             blocks.append(_text([*key, *part]))
             part = []
         part.append(column)

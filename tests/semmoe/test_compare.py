@@ -319,3 +319,13 @@ def test_transports_are_lines_of_their_own_and_never_averaged(tmp_path):
     assert "transport" in c.axes and set(c.table.replay_equal) == {"yes"}
     assert told["sem", "collective"].verdict.startswith("50 % faster")
     assert told["sem", "shared"].verdict.startswith("100 % slower")
+
+
+def test_wide_axes_get_a_table_of_their_own_uncut_and_served_figures_only_served_rows(tmp_path):
+    long = {"placement": "somebody.package.policies.Placement", "request_scheduler": "somebody.package.policies.Router"}
+    served = {"workload": "serve", "rate_rps": 8.0, "ttft_ms": 5.0, "tpot_ms": 2.0, "e2e_ms": 9.0}
+    text = compare(folder(tmp_path, row(), row(config="bbb", **long), row(config="ccc", **served))).render()
+    tables = {block.split("\n")[0]: block for block in text.split("\n\n")}
+    assert all(name in tables["configurations"] for name in long.values()), "a name is cut"
+    assert max(map(len, text.splitlines())) <= 140 and "contiguous" not in tables["locality"]
+    assert len(tables["served requests"].splitlines()) == 3 + 1 + 1, "title, three lines of heading, the served row"
