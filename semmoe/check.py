@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from .builder import RunBuilder
 from .config import POLICY_GROUPS, compose_all, group_options
 from .conformance import CHECKS, Subject, figures, run_checks, with_policy
 from .errors import UserError
 from .plugins import instantiate
 from .rows import label
-from .run import Run, RunBuilder
+from .run import Run
 from .session import progress
 
 CONTEXT = {

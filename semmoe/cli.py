@@ -143,8 +143,8 @@ def measure(rest: Sequence[str]) -> int:
 
 def calibrate(rest: Sequence[str]) -> int:
     """Measure this machine's single operations and write the file that cluster=local reads."""
+    from .builder import RunBuilder
     from .config import compose_all
-    from .run import RunBuilder
 
     overrides, _ = _overrides(rest)
     (config,) = compose_all([*overrides, "planned_folds=0"])

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from .builder import RunBuilder
 from .config import compose_all
 from .errors import UserError
 from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
-from .run import Run, RunBuilder
+from .run import Run
 from .settings import settings_digest
 
 SHOWN_WHERE_SWEPT = (

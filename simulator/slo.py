@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
-from semmoe.run import Run, RunBuilder
+from semmoe.run import Run
 
 PAPER_FACTOR = 5.0
 MOST_DOUBLINGS = 40

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
 from semmoe.results import write_atomically
-from semmoe.run import Run, RunBuilder
+from semmoe.run import Run
 
 from .cost.model import CostModel
 from .engine import StepTimer, Timeline, simulate_batches, simulate_serving

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
-from semmoe.run import RunBuilder
 
 from .row import Row
 

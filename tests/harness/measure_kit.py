@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
-from semmoe.run import Run, RunBuilder
+from semmoe.run import Run
 
 PLUGINS = '''
     import os

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from semmoe import cli
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all, group_options
 from semmoe.conformance import CHECKS, Subject, run_checks
 from semmoe.placement.base import Placement
 from semmoe.plugins import instantiate
-from semmoe.run import RunBuilder
 from semmoe.schedule.base import Plan
 
 

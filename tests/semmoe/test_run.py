@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
 from semmoe.errors import UserError
-from semmoe.run import RunBuilder
 
 
 def build(*overrides: str, builder: RunBuilder | None = None):

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
 from semmoe.decisions import Traced, token_decisions
 from semmoe.errors import UserError
 from semmoe.placement.base import Placement
 from semmoe.profile import Profile
-from semmoe.run import RunBuilder
 from semmoe.schedule.base import RankStates, assign_all
 from semmoe.schedule.eldr import Eldr
 from semmoe.schedule.mask import Mask

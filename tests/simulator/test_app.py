@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
 from semmoe.dispatch import valid_pairs
 from semmoe.errors import UserError
 from semmoe.results import check_row
-from semmoe.run import RunBuilder
 from semmoe.steplog import StepLog, step_log_path
 from simulator.app import load_log, simulate, step_timer
 from simulator.engine import simulate_serving

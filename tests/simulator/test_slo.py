@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
 from semmoe.errors import UserError
-from semmoe.run import RunBuilder
 from semmoe.serving import Request, ServingLimits, ServingLoop, StepPlan
 from simulator.slo import Objective, lightest_load, server, throughput_under_slo
 

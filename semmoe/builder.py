@@ -1,0 +1,162 @@
+"""RunBuilder: makes Runs from resolved configs; what configurations have in common is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from .config import POLICY_GROUPS
+from .dispatch import DispatchSpec
+from .errors import UserError
+from .inputs import check_trace, load_cluster, load_trace
+from .plugins import instantiate
+from .recipe import Recipe
+from .run import Run
+from .specs import ClusterSpec, ModelSpec, digest
+from .trace import RoutingTrace
+
+
+class RunBuilder:
+    """Makes Runs from resolved configs; traces, splits, fits and planned figures are shared between configurations."""
+
+    def __init__(self) -> None:
+        self._cache: dict[str, Any] = {}
+
+    def build(self, cfg: dict[str, Any]) -> Run:
+        """The Run of one config; UserError for anything in it that cannot work."""
+        model: ModelSpec = instantiate(cfg["model"], "model").scaled(float(cfg["model_scale"]))
+        cluster_raw, cluster = load_cluster(cfg["cluster"])
+        trace: RoutingTrace = self._cached("trace", cfg["trace"], lambda: load_trace(cfg["trace"]))
+        check_trace(trace, model)
+        ep_size = int(cfg["ep_size"] or cluster.ranks)
+        if ep_size > cluster.ranks:
+            raise UserError(f"ep_size={ep_size} on cluster {cluster.name}, which has only {cluster.ranks} ranks")
+        if cfg["scope"] not in ("moe_layers", "full_model"):
+            raise UserError(f"scope='{cfg['scope']}' must be moe_layers or full_model")
+        cfg = cfg | {"dtype": cfg["dtype"] or ("fp32" if cluster.cores else "bf16")}
+        recipe = self._recipe(cfg, model, cluster, ep_size)
+        train, heldout = self._cached(
+            "split",
+            [cfg["trace"], cfg["train_fraction"], cfg["seed"]],
+            lambda: trace.split(float(cfg["train_fraction"]), int(cfg["seed"])),
+        )
+        key = _fit_key(cfg, ep_size, recipe)
+        fitted = self._cached("fit", key, lambda: recipe.fit(train))
+        work = cfg["workload"]
+        batch_tokens = int(work.get("batch_tokens") or 512)
+        composition = str(work.get("composition") or "shuffled")
+        folds = int(cfg["planned_folds"])
+        planned = self._cached(
+            "planned",
+            [key, folds, batch_tokens, composition, cfg["dispatcher"], cfg["dtype"]]
+            + [cfg["request_scheduler"] if recipe.home == "request" else [cfg["token_scheduler"], cfg["home_cap"]]],
+            lambda: recipe.planned(train, batch_tokens, composition, folds) if folds > 1 else {},
+        )
+        return Run(
+            cfg,
+            recipe,
+            fitted,
+            train,
+            heldout,
+            planned,
+            _axes(cfg, model, cluster, trace, ep_size, recipe),
+            cluster_raw=cluster_raw,
+        )
+
+    def repeats(self, cfg: dict[str, Any]) -> list[Run]:
+        """The same run `cfg.repeats` times under increasing repeat numbers."""
+        run = self.build(cfg)
+        return [replace(run, repeat=r) for r in range(int(cfg["repeats"]))]
+
+    def _cached(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
+        name = f"{kind}-{digest(key)}"
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+    def _recipe(self, cfg: dict[str, Any], model: ModelSpec, cluster: ClusterSpec, ep_size: int) -> Recipe:
+        dispatcher = cfg["dispatcher"]
+        make = {group: _maker(cfg[group], group) for group in POLICY_GROUPS}
+        spec = DispatchSpec(
+            flow=cfg["flow"]["name"],
+            dispatcher=dispatcher["name"],
+            hidden=model.hidden,
+            top_k=model.top_k,
+            activation_dtype=cfg["dtype"],
+            dispatch_dtype=dispatcher.get("dispatch_dtype"),
+            combine_dtype=dispatcher.get("combine_dtype"),
+            carry_expert_ids=cfg["flow"]["name"] == "tp_shuffled" and getattr(make["predictor"](), "lookback", 0) > 0,
+        )
+        slots = int(cfg["placement"].get("slots") or model.num_experts)
+        return Recipe(
+            model=model,
+            cluster=cluster,
+            spec=spec,
+            ep_size=ep_size,
+            slots=slots,
+            make_placement=make["placement"],
+            make_predictor=make["predictor"],
+            make_request_scheduler=make["request_scheduler"],
+            make_token_scheduler=make["token_scheduler"],
+            make_replica_router=make["replica_router"],
+            home_cap=float(cfg["home_cap"]),
+            seed=int(cfg["seed"]),
+            time_limit_s=float(cfg["time_limit_s"]),
+        )
+
+
+def _maker(group: dict[str, Any], where: str) -> Callable[[], Any]:
+    """Makes the policy of a config group; picklable, because rank processes get the Run."""
+    return partial(instantiate, {key: value for key, value in group.items() if key != "slots"}, where)
+
+
+def _fit_key(cfg: dict[str, Any], ep_size: int, recipe: Recipe) -> list[Any]:
+    return [
+        cfg["trace"],
+        cfg["train_fraction"],
+        cfg["seed"],
+        cfg["model"],
+        cfg["placement"],
+        cfg["predictor"],
+        ep_size,
+        recipe.home,
+        recipe.spec.flow,
+        cfg["cluster"].get("name"),
+    ]
+
+
+def _axes(
+    cfg: dict[str, Any], model: ModelSpec, cluster: ClusterSpec, trace: RoutingTrace, ep_size: int, recipe: Recipe
+) -> dict[str, Any]:
+    """All that makes the configuration what it is, and nothing that only one backend knows (DESIGN section 7)."""
+    spec, flow = recipe.spec, recipe.spec.flow
+    axes = {
+        "model": model.name,
+        "cluster": cluster.name,
+        "trace_digest": trace.digest,
+        "seed": cfg["seed"],
+        "train_fraction": cfg["train_fraction"],
+        "ep_size": ep_size,
+        "flow": flow,
+        "dispatcher": spec.dispatcher,
+        "activation_dtype": spec.activation_dtype,
+        "dispatch_dtype": spec.dispatch_dtype,
+        "combine_dtype": spec.combine_dtype,
+        "placement": cfg["placement"],
+        "predictor": cfg["predictor"],
+        "workload": cfg["workload"],
+        "scope": cfg["scope"],
+    }
+    if cfg["model_scale"] != 1:
+        axes["model_scale"] = cfg["model_scale"]
+    if recipe.slots > model.num_experts:
+        axes["replica_router"] = cfg["replica_router"]
+    if flow == "dp":
+        axes["request_scheduler"] = cfg["request_scheduler"]
+    if flow == "tp_shuffled":
+        axes |= {"token_scheduler": cfg["token_scheduler"], "home_cap": cfg["home_cap"]}
+    if cfg["workload"]["kind"] == "serve":
+        axes["serving"] = cfg["serving"]
+    return axes
