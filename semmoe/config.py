@@ -67,11 +67,25 @@ def _defaults() -> dict[str, Any]:
 
 
 def _register_resolvers() -> None:
-    """${count:LIST} and ${first:LIST}, for groups that take sizes from another group."""
+    """${shape:FIELD} of the config's model, ${count:LIST} and ${first:LIST}, for groups that take sizes from it."""
     from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver("shape", _model_field, replace=True)
     OmegaConf.register_new_resolver("count", len, replace=True)
     OmegaConf.register_new_resolver("first", lambda items: items[0], replace=True)
+
+
+def _model_field(name: str, *, _root_: Any) -> Any:
+    """A field of the ModelSpec that the config's model makes: known only then where a Hugging Face file describes it."""
+    from omegaconf import OmegaConf
+
+    from .plugins import instantiate
+
+    model: Any = OmegaConf.to_container(_root_.model, resolve=True, throw_on_missing=True)
+    field = model.get(name)
+    if field is None:
+        field = getattr(instantiate(model, "model"), name)
+    return list(field) if isinstance(field, tuple) else field
 
 
 def _expand(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
@@ -119,9 +133,16 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
         config = compose("config", overrides=list(overrides))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(str(error), overrides)) from None
+        raise (_own(error) or UserError(_explain(str(error), overrides))) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _own(error: BaseException | None) -> UserError | None:
+    """The UserError that a resolver of ours raised below Hydra's."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _explain(message: str, overrides: Sequence[str]) -> str:

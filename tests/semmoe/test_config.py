@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from semmoe.config import compose_all, group_options, groups, list_policies
@@ -56,3 +58,14 @@ def test_policies_are_listed_with_what_they_do():
     text = list_policies()
     for word in ("contiguous", "semantic", "eplb", "round_robin", "token_table"):
         assert word in text
+
+
+def test_a_synthetic_trace_takes_its_shape_from_a_hugging_face_file(tmp_path):
+    shape = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **shape, **heads}))
+    (config,) = compose_all(["model=hf", f"model.path={tmp_path}", "trace=synthetic"])
+    drawn = {key: config["trace"][key] for key in ("model", "num_experts", "top_k", "layers", "first_layer")}
+    assert drawn == {"model": tmp_path.name, "num_experts": 16, "top_k": 2, "layers": 3, "first_layer": 0}
+    with pytest.raises(UserError, match="no such file"):
+        compose_all(["model=hf", f"model.path={tmp_path}/none", "trace=synthetic"])
