@@ -70,7 +70,7 @@ class _Child:
 
 
 class RankPool:
-    """`ranks` spawned processes joined in one gloo group, each with one thread.
+    """`ranks` started processes joined in one gloo group, each with one thread.
 
     timeout_s: longest silence of a task; progress that a rank reports starts it anew.
     """
@@ -82,12 +82,12 @@ class RankPool:
         # everything that ranks write (rendezvous, shared buffers) lies in one folder, which goes when the pool goes
         self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
         self._children: list[_Child] = []
-        context = multiprocessing.get_context("spawn")
+        context = _start_method()
         resource_tracker.ensure_running()  # its start would let Ctrl-C through again, see _interrupts_held
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                arguments = (rank, ranks, theirs, self._scratch, os.getcwd())
+                arguments = (rank, ranks, theirs, self._scratch, os.getcwd(), dict(os.environ))
                 process = context.Process(target=work, args=arguments, name=f"rank {rank}", daemon=True)
                 with _interrupts_held():
                     process.start()
@@ -210,6 +210,16 @@ class RankPool:
             f"no answer from rank {names} of {self.ranks} within {timeout_s:g} s during {task}; all ranks were ended "
             "(a longer measure.timeout_s helps where the machine is only slow)",
         )
+
+
+def _start_method() -> Any:
+    """Ranks are forked from one server process that has imported what they need: torch is imported once, not by every
+    rank, and the second pool of a process starts at once. Where there is no such server, ranks are spawned."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "harness.measure"])
+    return context
 
 
 @contextlib.contextmanager

@@ -38,10 +38,12 @@ class RankContext:
             self.report(done, total)
 
 
-def work(rank: int, ranks: int, pipe: Connection, scratch: str, folder: str) -> None:
-    """Body of one spawned rank."""
+def work(rank: int, ranks: int, pipe: Connection, scratch: str, folder: str, environment: dict[str, str]) -> None:
+    """Body of one started rank. environment: the caller's, which the server that forks ranks may not have seen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the ranks
     _end_with_parent(scratch)
+    os.environ.clear()
+    os.environ.update(environment)
     tempfile.tempdir = scratch  # buffers shared between ranks go where the pool cleans up
     os.chdir(folder)
     if folder not in sys.path:
