@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
-from semmoe.serving import DECODE, PREFILL, StepPlan
+from semmoe.serving import DECODE, PREFILL, StepPlan, TokenRows
 
 from .check import TOLERANCE, dtypes, poisoned
 from .full_model import FullModel
@@ -33,7 +33,7 @@ def check_full(full: FullModel, planner: StepPlanner) -> tuple[float, float | No
     """
     seen = []
     for plan in sample_plans(full):
-        routed = planner.route(*plan.token_rows(np.array([r.token_start for r in full.own.requests], dtype=np.int64)))
+        routed = planner.route(*plan.token_rows(TokenRows.of(full.own.requests)))
         with poisoned():
             logits_NV = full.step(plan, routed).logits_NV
         mine_N = np.flatnonzero(plan.rank_N == full.context.rank)
@@ -80,8 +80,8 @@ def _compare(full: FullModel, seen: list[tuple[int, int, Tensor]], tokens: dict[
     errors, flips, total = [0.0], 0, 0
     for request in sorted({request for request, _, _ in seen}):
         length = max(end for r, end, _ in seen if r == request)
-        start = full.own.requests[request].token_start
-        experts_TLk = torch.from_numpy(trace_TLk[start : start + length].astype(np.int64))
+        rows = full.own.requests[request].rows(length)
+        experts_TLk = torch.from_numpy(trace_TLk[rows].astype(np.int64))
         forced = None if full.greedy else experts_TLk
         logits_TV, flipped = reference_logits(model, tokens[request][:length], forced)
         flips, total = flips + flipped, total + length * len(model.layers)

@@ -148,5 +148,5 @@ class OwnRequests:
     def _new_sequence(self, request: int) -> Sequence:
         asked = self.requests[request]
         inputs = asked.prompt_len + asked.output_len - 1  # the last output token is never fed back
-        tokens_S = self.token_id_T[asked.token_start : asked.token_start + inputs].clone()
+        tokens_S = self.token_id_T[torch.from_numpy(asked.rows(inputs))]
         return self.attention.new_sequence(tokens_S, asked.prompt_len if self.greedy else inputs)

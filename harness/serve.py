@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from semmoe.planning import RoutedStep, StepPlanner
 from semmoe.run import Run
-from semmoe.serving import ServingLoop, StepPlan
+from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.steplog import StepLog
 
 from .check import check_step
@@ -83,7 +83,7 @@ class Server:
 def measure_serve(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check and warm up on the first requests' tokens, then serve all requests."""
     planner = run.planner()
-    token_start_R = np.array([r.token_start for r in run.workload.requests], dtype=np.int64)
+    tokens = TokenRows.of(run.workload.requests)
     record, execute = (_prepare_full if run.scope == "full_model" else _prepare_layers)(context, run, planner)
     server = Server(run.serving_loop()) if context.rank == 0 else None
     with no_collection():
@@ -94,13 +94,13 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
             plan = _broadcast_plan(server.next_plan(context) if server else None)
             if plan is None:
                 break
-            routed = planner.route(*plan.token_rows(token_start_R))
+            routed = planner.route(*plan.token_rows(tokens))
             step_ns = record.keep(execute(plan, routed), routed, barrier_each_layer=False)
             slowest = torch.tensor([step_ns], dtype=torch.int64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if server is not None:
                 server.complete(plan, float(slowest.item()) / 1e6)
-                context.progress(int(np.isfinite(server.loop.finish_ms_R).sum()), len(token_start_R))
+                context.progress(int(np.isfinite(server.loop.finish_ms_R).sum()), len(run.workload.requests))
     if server is not None:
         loop = server.loop
         record.extra = {
@@ -113,7 +113,7 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
                 server.plans,
                 np.array(server.durations_ms),
                 np.array(server.began_ms),
-                token_start_R,
+                tokens,
             ),
         }
     return record
@@ -147,7 +147,7 @@ def _sample_step(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]
     rows, queues, total = [], [], 0
     for i, request in enumerate(run.workload.requests):
         count = min(request.prompt_len, limit - total)
-        rows.append(request.token_start + np.arange(count))
+        rows.append(request.rows(count))
         queues.append(np.full(count, i % run.ep_size))
         total += count
         if total >= limit:

@@ -16,6 +16,7 @@ from .recipe import Recipe
 from .run import Run
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
+from .workload import workload_axes
 
 
 class RunBuilder:
@@ -146,7 +147,7 @@ def _axes(
         "combine_dtype": spec.combine_dtype,
         "placement": cfg["placement"],
         "predictor": cfg["predictor"],
-        "workload": cfg["workload"],
+        "workload": workload_axes(cfg["workload"]),
         "scope": cfg["scope"],
     }
     if cfg["model_scale"] != 1:
@@ -158,5 +159,13 @@ def _axes(
     if flow == "tp_shuffled":
         axes |= {"token_scheduler": cfg["token_scheduler"], "home_cap": cfg["home_cap"]}
     if cfg["workload"]["kind"] == "serve":
-        axes["serving"] = cfg["serving"]
+        axes["serving"] = _serving_axes(cfg)
+    return axes
+
+
+def _serving_axes(cfg: dict[str, Any]) -> dict[str, Any]:
+    """The serving limits that can change anything: a prefix cache needs requests that declare a prefix."""
+    axes, work = dict(cfg["serving"]), cfg["workload"]
+    if work["log"] is None and not work["prefix_groups"]:
+        del axes["prefix_block_tokens"]
     return axes

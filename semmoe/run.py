@@ -92,16 +92,8 @@ class Run:
     @cached_property
     def workload(self) -> Workload:
         """The requests of a serve workload."""
-        work = self.cfg["workload"]
-        return Workload.sample(
-            self.heldout,
-            work["num_requests"],
-            work["arrivals"],
-            work["rate_rps"],
-            work["max_prompt"],
-            work["max_output"],
-            int(self.cfg["seed"]),
-        )
+        block_tokens = int(self.cfg["serving"]["prefix_block_tokens"])
+        return Workload.of(self.heldout, self.cfg["workload"], int(self.cfg["seed"]), block_tokens)
 
     def serving_loop(self) -> ServingLoop:
         """A fresh loop over the workload: one queue a rank in dp, one for all ranks in attention-TP."""

@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 
 from .errors import UserError
 from .files import read_arrays, replacing, single
-from .serving import StepPlan
+from .serving import StepPlan, TokenRows
 
 SCHEMA_VERSION = 1
 COLUMNS = ("rank", "request", "phase", "start", "count")
 SHAPES = dict.fromkeys(("offset", "index", "token_start", *COLUMNS), "iu") | {"duration_ms": "f", "now_ms": "f"}
+PERIOD = "token_period"  # optional: of requests that go through their traced one again
 MOST = 1 << 53  # larger than any time or row
 
 
 @dataclass(frozen=True, eq=False)
 class StepLog:
-    """Executed plans in order. token_start_R: first trace row of every request (see StepPlan.token_rows).
+    """Executed plans in order. tokens: trace rows of every request (see StepPlan.token_rows).
 
     duration_ms_S and now_ms_S: how long step s took, and when it began on the run's clock. config_id: whose run it was.
     """
@@ -31,12 +32,12 @@ class StepLog:
     plans: list[StepPlan]
     duration_ms_S: NDArray[np.float64]
     now_ms_S: NDArray[np.float64]
-    token_start_R: NDArray[np.int64]
+    tokens: TokenRows
 
     def token_rows(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(trace rows, queue of each token) of every step: what StepPlanner.route takes."""
         for plan in self.plans:
-            yield plan.token_rows(self.token_start_R)
+            yield plan.token_rows(self.tokens)
 
     def save(self, path: str | Path) -> Path:
         """Write atomically as .npz without pickles."""
@@ -55,7 +56,8 @@ class StepLog:
                 index=np.array([p.index for p in self.plans], dtype=np.int64),
                 duration_ms=self.duration_ms_S,
                 now_ms=self.now_ms_S,
-                token_start=self.token_start_R,
+                token_start=self.tokens.start_R,
+                **({} if self.tokens.period_R is None else {PERIOD: self.tokens.period_R}),  # type: ignore[arg-type]
                 **columns,  # type: ignore[arg-type]
             )
         return path
@@ -77,7 +79,7 @@ class StepLog:
             StepPlan(int(index), *(column[offset[s] : offset[s + 1]] for column in columns))
             for s, index in enumerate(raw["index"])
         ]
-        return cls(config_id, plans, raw["duration_ms"], raw["now_ms"], raw["token_start"])
+        return cls(config_id, plans, raw["duration_ms"], raw["now_ms"], TokenRows(raw["token_start"], raw.get(PERIOD)))
 
 
 def _validate(raw: dict[str, Any], path: str | Path) -> None:
@@ -97,6 +99,11 @@ def _validate(raw: dict[str, Any], path: str | Path) -> None:
             raise UserError(f"{path}: {name} has {len(values)} values, not {lengths[name]}; measure the run again")
         if not ((values >= low) & (values <= high)).all():
             raise UserError(f"{path}: {name} holds values outside {low}..{high}; measure the run again")
+    period = raw.get(PERIOD)
+    if period is not None:
+        right = period.dtype.kind in "iu" and period.shape == raw["token_start"].shape and (period >= 1).all()
+        if not right:
+            raise UserError(f"{path}: {PERIOD} must hold one length of at least 1 a request; measure the run again")
 
 
 def step_log_path(folder: str | Path, config_id: str, repeat: int) -> Path:

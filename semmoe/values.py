@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from .arrivals import PROCESSES
 from .errors import UserError, nearest
 from .kinds import WORDS, is_kind
 from .specs import DTYPE_BYTES
@@ -59,6 +60,7 @@ RULES: dict[str, Rule] = {
     "serving.max_batch_tokens": whole(1),
     "serving.max_running": whole(1),
     "serving.kv_tokens": whole(1),
+    "serving.prefix_block_tokens": whole(0),
     "cost.allow_roofline": FLAG,
     "cost.fidelity": among("bottleneck", "flow"),
     "slo.ttft_ms": POSITIVE,
@@ -70,9 +72,15 @@ RULES: dict[str, Rule] = {
     "workload.batch_tokens": whole(1),
     "workload.composition": among("shuffled", "sequential"),
     "workload.max_batches": or_null(whole(1)),
-    "workload.num_requests": whole(1),
-    "workload.arrivals": among("poisson", "trace", "all_at_once"),
-    "workload.rate_rps": POSITIVE,
+    "workload.num_requests": or_null(whole(1)),
+    "workload.arrivals": among(*PROCESSES),
+    "workload.rate_rps": or_null(POSITIVE),
+    "workload.arrival_cv": ("a number of at least 0", lambda value: is_kind(value, float) and value >= 0),
+    "workload.burst_s": POSITIVE,
+    "workload.pause_s": ("a number of at least 0", lambda value: is_kind(value, float) and value >= 0),
+    "workload.log": or_null(TEXT),
+    "workload.prefix_groups": whole(0),
+    "workload.prefix_tokens": whole(1),
     "workload.max_prompt": or_null(whole(1)),
     "workload.max_output": or_null(whole(1)),
     "trace.path": TEXT,

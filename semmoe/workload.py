@@ -1,20 +1,26 @@
-"""Workload: the requests that are served, each with its arrival, lengths and routes.
+"""Workload: the requests that are served, each with its arrival, lengths, routes and shared prefix.
 
 Few public traces hold routes per token, so many requests come from few traced ones by resampling with replacement
-under new ids: copies are never counted as prefix hits.
+under new ids: copies are never counted as prefix hits. Only prefixes that are declared shared are: by the block ids of a
+request log, or by a synthetic `prefix_groups` (requests of a group begin with the same `prefix_tokens` tokens).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrivals import PROCESSES, arrivals_ms
 from .errors import UserError
+from .request_log import RequestLog, log_digest
 from .serving import Request
 from .trace import RoutingTrace
+
+PROCESS_KEYS = {"gamma": ("arrival_cv",), "bursts": ("burst_s", "pause_s")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +32,24 @@ class Workload:
     source_R: NDArray[np.int64]  # traced request that each request replays
 
     @classmethod
+    def of(cls, trace: RoutingTrace, work: Mapping[str, Any], seed: int, block_tokens: int = 0) -> Workload:
+        """The workload that a config group `workload` of kind serve describes. block_tokens: of a prefix-cache block."""
+        common = {"max_prompt": work["max_prompt"], "max_output": work["max_output"], "seed": seed}
+        if work["log"] is not None:
+            log = RequestLog.load(work["log"])
+            return cls.replay(trace, log, work["num_requests"], work["rate_rps"], block_tokens=block_tokens, **common)
+        if work["num_requests"] is None:
+            raise UserError("workload.num_requests=null means all requests of a log; set workload.log or a number")
+        if work["rate_rps"] is None and work["arrivals"] not in ("trace", "all_at_once"):
+            raise UserError("workload.rate_rps=null means the pace of a log; set workload.log or a rate")
+        process = {key: work[key] for keys in PROCESS_KEYS.values() for key in keys}
+        made = cls.sample(trace, work["num_requests"], work["arrivals"], work["rate_rps"], **common, **process)
+        groups = int(work["prefix_groups"])
+        if groups and not block_tokens:
+            raise UserError(f"workload.prefix_groups={groups} needs serving.prefix_block_tokens above 0")
+        return made.sharing(groups, int(work["prefix_tokens"]), block_tokens, seed) if groups else made
+
+    @classmethod
     def sample(
         cls,
         trace: RoutingTrace,
@@ -35,18 +59,25 @@ class Workload:
         max_prompt: int | None = None,
         max_output: int | None = None,
         seed: int = 0,
+        arrival_cv: float = 1.0,
+        burst_s: float = 1.0,
+        pause_s: float = 1.0,
     ) -> Workload:
         """`num_requests` requests drawn from the trace; every traced request is used once before any is used again.
 
-        arrivals: "poisson" at rate_rps per second; "trace" for the trace's own arrival_ms; "all_at_once".
+        arrivals: a process of arrivals.py at rate_rps requests a second, or "trace" for the trace's own arrival_ms.
         A request without traced decode tokens yields one output token, of its last prompt token.
         """
         if num_requests < 1:
             raise UserError(f"workload.num_requests={num_requests} must be at least 1")
+        if arrivals not in PROCESSES:
+            raise UserError(f"workload.arrivals='{arrivals}' must be {', '.join(PROCESSES)}")
         rng = np.random.default_rng(seed)
-        rounds = -(-num_requests // trace.num_requests)
-        source_R = np.concatenate([rng.permutation(trace.num_requests) for _ in range(rounds)])[:num_requests]
-        arrival_ms_R = _arrivals(trace, source_R, arrivals, rate_rps, rng)
+        source_R = _sources(trace, num_requests, rng)
+        if arrivals == "trace":
+            arrival_ms_R = _traced_arrivals(trace, source_R)
+        else:
+            arrival_ms_R = arrivals_ms(arrivals, num_requests, rate_rps, rng, arrival_cv, burst_s, pause_s)
         order = np.argsort(arrival_ms_R, kind="stable")
         source_R, arrival_ms_R = source_R[order], arrival_ms_R[order]
         requests = []
@@ -65,23 +96,91 @@ class Workload:
             )
         return cls(trace, requests, source_R)
 
+    @classmethod
+    def replay(
+        cls,
+        trace: RoutingTrace,
+        log: RequestLog,
+        num_requests: int | None = None,
+        rate_rps: float | None = None,
+        max_prompt: int | None = None,
+        max_output: int | None = None,
+        seed: int = 0,
+        block_tokens: int = 0,
+    ) -> Workload:
+        """The first `num_requests` requests of a log (None: all), at its own pace or the same pattern at rate_rps.
 
-def _arrivals(
-    trace: RoutingTrace, source_R: NDArray[np.int64], arrivals: str, rate_rps: float, rng: np.random.Generator
-) -> NDArray[np.float64]:
-    if arrivals == "all_at_once":
-        return np.zeros(len(source_R))
-    if arrivals == "poisson":
-        if not rate_rps > 0:
-            raise UserError(f"workload.rate_rps={rate_rps} must be positive")
-        return np.cumsum(rng.exponential(1000.0 / rate_rps, len(source_R)))
-    if arrivals == "trace":
-        if trace.arrival_ms_R is None:
-            raise UserError(f"{trace.path}: holds no arrival_ms; use workload.arrivals=poisson")
-        if len(source_R) > trace.num_requests:
-            raise UserError(f"workload.arrivals=trace serves at most the {trace.num_requests} traced requests")
-        return np.asarray(trace.arrival_ms_R[source_R], dtype=np.float64)
-    raise UserError(f"workload.arrivals='{arrivals}' must be poisson, trace or all_at_once")
+        Lengths and prefixes are the log's; the routes are those of traced requests, drawn as in `sample`, which a longer
+        request goes through again from their beginning.
+        """
+        log = log.first(num_requests)
+        source_R = _sources(trace, len(log), np.random.default_rng(seed))
+        arrival_ms_R = log.arrivals_ms(rate_rps)
+        requests = []
+        for r, source in enumerate(source_R):
+            prompt, ids = int(log.prompt_R[r]), log.prefix_ids[r]
+            if block_tokens and (len(ids) - 1) * block_tokens >= prompt:
+                raise UserError(
+                    f"{log.path}: request {r} has {len(ids)} hash ids for a prompt of {prompt} tokens; "
+                    f"serving.prefix_block_tokens={block_tokens} must be the tokens that one id stands for"
+                )
+            requests.append(
+                Request(
+                    r,
+                    float(arrival_ms_R[r]),
+                    min(prompt, max_prompt or prompt),
+                    min(int(log.output_R[r]), max_output or int(log.output_R[r])),
+                    int(trace.request_offset_R1[source]),
+                    int(trace.length_R[source]),
+                    ids,
+                )
+            )
+        return cls(trace, requests, source_R)
+
+    def sharing(self, groups: int, prefix_tokens: int, block_tokens: int, seed: int) -> Workload:
+        """The same requests, each in one of `groups` groups at random, whose prompts begin with the same tokens.
+
+        Of the `prefix_tokens` shared tokens those in whole blocks inside the prompt count.
+        """
+        group_R = np.random.default_rng([seed, 1]).integers(0, groups, len(self.requests))
+        blocks = prefix_tokens // block_tokens
+        made = [
+            replace(r, prefix_ids=tuple(int(g) * blocks + b for b in range(min(blocks, r.prompt_len // block_tokens))))
+            for r, g in zip(self.requests, group_R, strict=True)
+        ]
+        return replace(self, requests=made)
+
+
+def workload_axes(work: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config group `workload` makes the configuration: keys that change nothing are left out, and a log counts
+    by its content."""
+    axes = dict(work)
+    if work["kind"] != "serve":
+        return axes
+    for process, keys in PROCESS_KEYS.items():
+        if work["log"] is not None or work["arrivals"] != process:
+            axes = {key: value for key, value in axes.items() if key not in keys}
+    if not work["prefix_groups"] or work["log"] is not None:
+        del axes["prefix_groups"], axes["prefix_tokens"]
+    if work["log"] is None:
+        del axes["log"]
+    else:
+        axes |= {"log": log_digest(work["log"]), "arrivals": "log"}
+    return axes
+
+
+def _sources(trace: RoutingTrace, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Traced requests in random order, each once before any again."""
+    rounds = -(-count // trace.num_requests)
+    return np.concatenate([rng.permutation(trace.num_requests) for _ in range(rounds)])[:count]
+
+
+def _traced_arrivals(trace: RoutingTrace, source_R: NDArray[np.int64]) -> NDArray[np.float64]:
+    if trace.arrival_ms_R is None:
+        raise UserError(f"{trace.path}: holds no arrival_ms; use workload.arrivals=poisson")
+    if len(source_R) > trace.num_requests:
+        raise UserError(f"workload.arrivals=trace serves at most the {trace.num_requests} traced requests")
+    return np.asarray(trace.arrival_ms_R[source_R], dtype=np.float64)
 
 
 def batches(

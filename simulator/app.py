@@ -13,7 +13,7 @@ from semmoe.results import TIMED, summary_ms
 from semmoe.rows import locality_columns
 from semmoe.run import Run
 from semmoe.served import served_columns
-from semmoe.serving import ServingLoop
+from semmoe.serving import ServingLoop, TokenRows
 from semmoe.specs import check_fits
 from semmoe.steplog import StepLog, step_log_path
 
@@ -30,7 +30,7 @@ def simulate(run: Run) -> dict[str, Any]:
     elif run.cfg.get("replay"):
         log = load_log(run)
         queues = run.ep_size if run.spec.flow == "dp" else 1
-        timeline = replay(log.plans, log.token_start_R, queues, timer)
+        timeline = replay(log.plans, log.tokens, queues, timer)
         row["steps_file"] = step_log_path(run.cfg["replay"], run.config_id, run.repeat).name
     else:
         loop = run.serving_loop()
@@ -62,8 +62,8 @@ def load_log(run: Run) -> StepLog:
     """The step log of the same configuration in the folder that `replay` names."""
     folder = Path(str(run.cfg["replay"]))
     log = StepLog.load(step_log_path(folder, run.config_id, run.repeat))
-    start_R = np.array([r.token_start for r in run.workload.requests], dtype=np.int64)
-    if log.config_id != run.config_id or not np.array_equal(log.token_start_R, start_R):
+    start_R = TokenRows.of(run.workload.requests).start_R
+    if log.config_id != run.config_id or not np.array_equal(log.tokens.start_R, start_R):
         raise UserError(
             f"{folder}: the step log is of configuration {log.config_id} over other requests than this run's "
             f"({run.config_id}); replay with the overrides that the run was measured with"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
-from semmoe.serving import ServingLoop, StepPlan
+from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.traffic import Traffic, count_traffic
 
 from .cost.attention import AttentionLoad
@@ -80,9 +80,9 @@ class StepTimer:
         self.timeline.steps.append(time_layers(self.cost, traffic, load, copies))
         return traffic
 
-    def run_plan(self, step: StepPlan, token_start_R: NDArray[np.int64], queues: int) -> LayerTimes:
+    def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
         """One forward pass of a StepPlan."""
-        rows_T, queue_T = step.token_rows(token_start_R)
+        rows_T, queue_T = step.token_rows(tokens)
         load = AttentionLoad.of(step, queues) if self.full_model else None
         self.run(rows_T, queue_T, load)
         self.timeline.plans.append(step)
@@ -115,7 +115,7 @@ def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) ->
                 yield arrived
                 continue
             timer.timeline.start_ms.append(float(env.now))
-            times = timer.run_plan(step, loop.token_start_R, len(loop.queues))
+            times = timer.run_plan(step, loop.tokens, len(loop.queues))
             yield env.timeout(times.step_ms)
             finished = loop.unfinished
             loop.complete(step, times.step_ms)
@@ -129,11 +129,11 @@ def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) ->
     return timer.timeline
 
 
-def replay(plans: Iterable[StepPlan], token_start_R: NDArray[np.int64], queues: int, timer: StepTimer) -> Timeline:
+def replay(plans: Iterable[StepPlan], tokens: TokenRows, queues: int, timer: StepTimer) -> Timeline:
     """Re-execute logged step plans: the same batches as the logged run formed, with predicted durations."""
     for step in plans:
         timer.timeline.start_ms.append(timer.timeline.end_ms)
-        timer.timeline.end_ms += timer.run_plan(step, token_start_R, queues).step_ms
+        timer.timeline.end_ms += timer.run_plan(step, tokens, queues).step_ms
     return timer.timeline
 
 

@@ -90,6 +90,8 @@ def server(run: Run) -> Serve:
     """Serve the run's workload at another rate; the columns of its row."""
     if run.kind != "serve":
         raise UserError("throughput under SLO needs workload=serve")
+    if run.cfg["workload"]["log"] is None and run.cfg["workload"]["arrivals"] in ("trace", "all_at_once"):
+        raise UserError(f"workload.arrivals={run.cfg['workload']['arrivals']} has no rate to vary; poisson has one")
     from .app import served, step_timer
     from .engine import simulate_serving
 

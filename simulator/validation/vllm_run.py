@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from semmoe.locality import LocalityMeter
 from semmoe.schedule.base import RankStates
-from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan
+from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan, TokenRows
 
 from ..engine import Timeline, simulate_serving
 from ..layer import LayerTimes
@@ -60,7 +60,7 @@ class OperatorTimer:
         self.tables, self.engine = tables, engine
         self.timeline = Timeline(LocalityMeter(1, RANKS))
 
-    def run_plan(self, step: StepPlan, token_start_R: NDArray[np.int64], queues: int) -> LayerTimes:
+    def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
         decode = step.phase_N == DECODE
         tokens_G = np.bincount(step.rank_N, weights=step.count_N, minlength=RANKS).astype(np.int64)
         sequences_G = np.bincount(step.rank_N, minlength=RANKS)

@@ -20,7 +20,7 @@ from harness.sequences import Batch  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.run import Run  # noqa: E402
-from semmoe.serving import DECODE, PREFILL, StepPlan  # noqa: E402
+from semmoe.serving import DECODE, PREFILL, StepPlan, TokenRows  # noqa: E402
 from simulator.app import simulate  # noqa: E402
 from tests.harness.measure_kit import build  # noqa: E402
 
@@ -60,11 +60,11 @@ def one_thread() -> Iterator[None]:
 def step_task(context: RankContext, run: Run) -> list[tuple[int, int, list[int], Any]]:
     """(request, position of the last token, inputs so far, logits) of every entry of this rank in STEPS."""
     full, planner = FullModel(context, run), run.planner()
-    token_start_R = np.array([r.token_start for r in run.workload.requests], dtype=np.int64)
+    tokens = TokenRows.of(run.workload.requests)
     seen = []
     for index, entries in enumerate(STEPS):
         plan = StepPlan(index, *np.array(entries, dtype=np.int64).T)
-        result = full.step(plan, planner.route(*plan.token_rows(token_start_R)))
+        result = full.step(plan, planner.route(*plan.token_rows(tokens)))
         assert len(result.attention_ns_L) == len(result.layer_ns_L) == 6
         mine = [entry for entry in entries if entry[0] == context.rank]
         for (_, request, _, start, count), logits in zip(mine, result.logits_NV, strict=True):

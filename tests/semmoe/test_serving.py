@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from semmoe.errors import UserError
 from semmoe.schedule.round_robin import RoundRobin
-from semmoe.serving import DECODE, PREFILL, Request, ServingLimits, ServingLoop, StepPlan
+from semmoe.serving import DECODE, PREFILL, Request, ServingLimits, ServingLoop, StepPlan, TokenRows
 
 
 def drive(loop: ServingLoop, step_ms: float = 1.0, limit: int = 100_000) -> list[StepPlan]:
@@ -116,7 +116,7 @@ def test_end_of_sequence_seen_by_the_executor_ends_the_request():
 
 def test_token_rows_point_into_the_trace():
     plan = StepPlan(0, *(np.array(x) for x in ([0, 1], [1, 0], [0, 1], [2, 7], [3, 1])))
-    rows, queue = plan.token_rows(np.array([100, 200]))
+    rows, queue = plan.token_rows(TokenRows(np.array([100, 200])))
     assert rows.tolist() == [202, 203, 204, 107] and queue.tolist() == [0, 0, 0, 1]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from semmoe.errors import UserError
-from semmoe.serving import StepPlan
+from semmoe.serving import StepPlan, TokenRows
 from semmoe.steplog import StepLog, step_log_path
 
 WEIRD = {
@@ -30,7 +30,7 @@ def log() -> StepLog:
         return StepPlan(index, *np.array(entries, dtype=np.int64).T)
 
     plans = [plan(0, (0, 0, 0, 0, 3), (1, 1, 0, 0, 2)), plan(1, (1, 1, 1, 2, 1))]
-    return StepLog("abc", plans, np.array([1.5, 2.5]), np.array([0.0, 7.0]), np.array([100, 50]))
+    return StepLog("abc", plans, np.array([1.5, 2.5]), np.array([0.0, 7.0]), TokenRows(np.array([100, 50])))
 
 
 def test_plans_durations_and_token_rows_survive_the_file(tmp_path):
@@ -51,7 +51,7 @@ def test_plans_durations_and_token_rows_survive_the_file(tmp_path):
 
 
 def test_a_log_without_steps_survives_too(tmp_path):
-    empty = StepLog("abc", [], np.zeros(0), np.zeros(0), np.array([0]))
+    empty = StepLog("abc", [], np.zeros(0), np.zeros(0), TokenRows(np.array([0])))
     assert StepLog.load(empty.save(tmp_path / "x.npz")).plans == []
 
 

@@ -12,6 +12,7 @@ from semmoe.config import compose_all
 from semmoe.dispatch import valid_pairs
 from semmoe.errors import UserError
 from semmoe.results import check_row
+from semmoe.serving import TokenRows
 from semmoe.steplog import StepLog, step_log_path
 from simulator.app import load_log, simulate, step_timer
 from simulator.engine import simulate_serving
@@ -64,7 +65,7 @@ def logged(run, folder, **changes):
         "plans": timeline.plans,
         "duration_ms_S": durations,
         "now_ms_S": np.cumsum(durations),
-        "token_start_R": loop.token_start_R,
+        "tokens": loop.tokens,
     }
     StepLog(**(fields | changes)).save(step_log_path(folder, run.config_id, 0))
     return timeline
@@ -84,7 +85,7 @@ def test_replay_of_nothing_or_of_another_workload_is_refused(builder, tmp_path):
     with pytest.raises(UserError, match="no such step log"):
         load_log(build(builder, *SERVE, f"replay={tmp_path}"))
     run = build(builder, *SERVE, f"replay={tmp_path}")
-    logged(run, tmp_path, token_start_R=np.zeros(12, dtype=np.int64))
+    logged(run, tmp_path, tokens=TokenRows(np.zeros(12, dtype=np.int64)))
     with pytest.raises(UserError, match="replay with the overrides"):
         load_log(run)
 

@@ -78,7 +78,7 @@ class ConstantTimer:
     def __init__(self, step_ms: float) -> None:
         self.timeline, self.step_ms = timer_for().timeline, step_ms
 
-    def run_plan(self, step, token_start_R, queues):
+    def run_plan(self, step, tokens, queues):
         self.timeline.plans.append(step)
         self.timeline.steps.append(LayerTimes({}, self.step_ms))
         return self.timeline.steps[-1]
@@ -98,7 +98,7 @@ def test_one_request_at_a_time_waits_as_in_an_m_d_1_queue(load):
 
 def test_replay_reexecutes_the_logged_plans_and_counts_the_same_traffic():
     timeline, loop = serve()
-    again = replay(timeline.plans, loop.token_start_R, 4, timer_for(trace=make_trace()))
+    again = replay(timeline.plans, loop.tokens, 4, timer_for(trace=make_trace()))
     assert again.phase_ms("step").tolist() == timeline.phase_ms("step").tolist()
     assert (again.meter.rank_pairs_LGG == timeline.meter.rank_pairs_LGG).all()
     assert again.end_ms == pytest.approx(timeline.phase_ms("step").sum())
