@@ -15,12 +15,13 @@ import pandas as pd
 
 BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7")  # fmt: skip
-BLACK, GREY, PALE = "#1A1A1A", "#6B6B6B", "#E8EEF2"
+BLACK, GREY, PALE, GRID, PAPER = "#1A1A1A", "#6B6B6B", "#E8EEF2", "#E0E0E0", "#FFFFFF"
 WIDTH_IN = 9.0
 
 STYLE: Any = {
     "font.size": 9, "font.family": ["sans-serif"], "text.parse_math": False, "axes.labelcolor": BLACK, "text.color": BLACK,
-    "axes.edgecolor": GREY, "axes.grid": True, "grid.color": "#E0E0E0", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "xtick.labelcolor": BLACK, "ytick.labelcolor": BLACK,
+    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "hatch.linewidth": 0.6,
     "svg.fonttype": "none", "svg.hashsalt": "semmoe", "figure.constrained_layout.use": True, "figure.max_open_warning": 0,
 }  # fmt: skip

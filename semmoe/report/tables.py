@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ..compare import Comparison
+from .sortable import sortable
 
 WHEN = ("planned", "replayed", "measured")
 MARKS = {  # class, sign, meaning for who does not see the colour
@@ -50,29 +51,10 @@ def columns_of(comparison: Comparison) -> list[tuple[str, Columns]]:
 def result_table(comparison: Comparison) -> str:
     """Every configuration; two heading lines, of which the second sorts. Cells keep the whole number for sorting and CSV."""
     groups = columns_of(comparison)
-    top = "<th></th>" + "".join(f'<th scope="colgroup" colspan="{len(c)}">{escape(t)}</th>' for t, c in groups)
-    names = [("#", "#"), *((short, full) for _, columns in groups for _, short, full in columns)]
-    head = "".join(
-        f'<th scope="col" data-name="{escape(full)}"><button type="button">{escape(short)}</button></th>'
-        for short, full in names
-    )
-    body = []
-    for i, (_, line) in enumerate(comparison.table.iterrows(), 1):
-        cells = [_cell(i)]
-        for _, columns in groups:
-            cells += [_cell(line[c], first=j == 0) for j, (c, _, _) in enumerate(columns)]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    heads = f'<thead><tr class="groups">{top}</tr><tr>{head}</tr></thead>'
-    return f'<table id="results">{heads}<tbody>{"".join(body)}</tbody></table>'
-
-
-def _cell(value: Any, first: bool = False) -> str:
-    kind = " g" if first else ""
-    if value is None or (not isinstance(value, str) and pd.isna(value)):
-        return f'<td class="missing{kind}">-</td>'
-    if isinstance(value, bool | str):
-        return f'<td class="t{kind}">{escape(str(value))}</td>'
-    return f'<td class="n{kind}" data-v="{float(value)!r}">{float(value):.4g}</td>'
+    heads = [("", [("#", "#")]), *((title, [(short, full) for _, short, full in cells]) for title, cells in groups)]
+    names = [column for _, cells in groups for column, _, _ in cells]
+    lines = ([i, *(line[n] for n in names)] for i, (_, line) in enumerate(comparison.table.iterrows(), 1))
+    return sortable("results", heads, lines, "table of every configuration")
 
 
 def verdict_table(table: pd.DataFrame) -> str:
@@ -85,7 +67,7 @@ def verdict_table(table: pd.DataFrame) -> str:
         lines.append(f'<tr class="{style}">{cells}</tr>')
     names = ("#", '<span class="hidden">sign</span>', "configuration", "verdict")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    return f'<table id="verdicts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table class="marked"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def mark(verdict: str) -> tuple[str, str, str]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import browser
 from compare_rows import measured, row
 
 from semmoe.compare import compare
 from semmoe.errors import UserError
 from semmoe.report import write_report
+from semmoe.report.embed import themed
 from semmoe.report.figures import FIGURES
 from semmoe.results import write_row
 
@@ -119,7 +118,7 @@ def test_figure_stands_beside_the_page_and_says_what_it_shows(page, name):
     names = {child.tag.split("}")[1]: child.text for child in root}
     assert names["title"] == FIGURES[name].heading and len(names["desc"]) > 60 and root.get("role") == "img"
     assert COLOURS & set(re.findall(r"#[0-9a-f]{6}", svg)), "no colour of the palette"
-    assert svg.split("?>\n", 1)[1] in page.read_text(), "page and file differ"
+    assert themed(svg.split("?>\n", 1)[1]) in page.read_text(), "page and file differ beyond what follows the ground"
 
 
 @pytest.mark.parametrize(("name", "labels"), [
@@ -192,53 +191,77 @@ def test_matplotlib_is_loaded_only_when_something_is_drawn():
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 
-PROBE = """
-window.onerror = (message) => { document.title = "ERROR " + message; };
-addEventListener("load", async () => {
-  let copied = "";
-  Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => { copied = text; } } });
-  const drawn = [...document.querySelectorAll("figure svg")].filter((s) => s.getBoundingClientRect().height > 50).length;
-  const heads = [...document.querySelectorAll("#results th[data-name]")];
-  const at = heads.findIndex((h) => h.dataset.name === "layer measured (ms)");
-  const column = () => [...document.getElementById("results").tBodies[0].rows].map((r) => r.cells[at].dataset.v ?? "-");
-  heads[at].querySelector("button").click();
-  const up = column();
-  heads[at].querySelector("button").click();
-  document.getElementById("copy").click();
-  await new Promise((done) => setTimeout(done, 50));
-  const sorted = heads[at].getAttribute("aria-sort");
-  document.body.dataset.probe = JSON.stringify({ drawn, up, down: column(), sorted, copied });
-});
-"""
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
 
 
-def dump(page_text, folder):
-    """(DOM, standard error) of headless Chromium after the page has loaded; skips where there is no Chromium."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    path = folder / "probed.html"
-    path.write_text(page_text.replace("</head>", f"<script>{PROBE}</script></head>", 1))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-             "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'profile'}",
-             "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom"]  # fmt: skip
-    done = subprocess.run([browser, *flags, path.as_uri()], capture_output=True, text=True, timeout=120)
-    return done.stdout, done.stderr
+DRAWN = "[...document.querySelectorAll('figure svg')].filter(s => s.getBoundingClientRect().height > 50).length"
+WIDER = "document.documentElement.scrollWidth - innerWidth"
+MODES = [("screen", "light", 1280), ("screen", "dark", 400), ("print", "light", 800)]
 
 
-def test_a_browser_shows_sorts_and_copies_without_errors(page, comparison, tmp_path):
-    shown, log = dump(page.read_text(), tmp_path)
-    assert "<title>ERROR" not in shown and "CONSOLE" not in log
-    probe = json.loads(unescape(re.search(r'data-probe="([^"]*)"', shown)[1]))
-    assert probe["drawn"] == len(FIGURES) and probe["sorted"] == "descending"
+@pytest.mark.parametrize(("media", "scheme", "width"), MODES)
+def test_a_browser_draws_every_figure_without_errors(page, chromium, media, scheme, width):
+    chromium.open(page, width, media, scheme)
+    assert chromium.evaluate(DRAWN) == len(FIGURES)
+    assert chromium.console == []
+    if media == "screen":
+        assert chromium.evaluate(WIDER) <= 0, "the page scrolls sideways"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_of_page_and_figures_stands_out_from_the_ground(page, chromium, scheme):
+    chromium.open(page, scheme=scheme)
+    ground = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    inks = chromium.evaluate(
+        "[...new Set([...document.querySelectorAll('figure svg text')].map(t => getComputedStyle(t).fill)),"
+        "...['.about', '#verdict .headline', '#verdict dd', 'figcaption', 'td.n', 'td.missing'].map("
+        "s => getComputedStyle(document.querySelector(s)).color)]"
+    )
+    assert len(inks) > 5 and min(contrast(ink, ground) for ink in inks) >= 4.5  # WCAG 2.1, 1.4.3
+
+
+def contrast(one, other):
+    """WCAG contrast ratio of two colours "rgb(r, g, b)"."""
+    light = []
+    for colour in (one, other):
+        parts = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+def test_tables_sort_from_the_keyboard_and_copy_as_csv(page, comparison, chromium):
+    chromium.open(page)
+    column = (
+        "(() => { const heads = [...document.querySelectorAll('#results th[data-name]')];"
+        "const at = heads.findIndex(h => h.dataset.name === 'layer measured (ms)'); {} })()"
+    )
+    press = "heads[at].querySelector('button').focus()"
+    look = "return [...document.getElementById('results').tBodies[0].rows].map(r => r.cells[at].dataset.v ?? '-')"
     known = sorted(comparison.table.layer_ms_measured.dropna())
-    assert [float(v) for v in probe["up"][:-1]] == known and [float(v) for v in probe["down"][:-1]] == known[::-1]
-    assert probe["up"][-1] == probe["down"][-1] == "-", "what was not measured does not stay last"
-    lines = list(csv.DictReader(io.StringIO(probe["copied"])))
+    for expected in (known, known[::-1]):
+        chromium.evaluate(column.replace("{}", press))
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        chromium.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        chromium.call("Input.dispatchKeyEvent", type="keyUp", **key)
+        shown = chromium.evaluate(column.replace("{}", look))
+        assert [float(v) for v in shown[:-1]] == expected and shown[-1] == "-", (
+            "what was not measured does not stay last"
+        )
+    copied = chromium.evaluate(
+        "new Promise(done => { Object.defineProperty(navigator, 'clipboard', { value: { writeText: async t => done(t) } });"
+        "document.querySelector('button.copy[data-table=results]').click(); })"
+    )
+    lines = list(csv.DictReader(io.StringIO(copied)))
     assert {line["placement"] for line in lines} == set(comparison.table.placement)
     assert {line["layer measured (ms)"] for line in lines} == {"", *map(str, known)}
 
 
-def test_the_browser_check_sees_a_script_that_fails(page, tmp_path):
-    shown, log = dump(page.read_text().replace('"use strict";', '"use strict"; missing_function();', 1), tmp_path)
-    assert "<title>ERROR" in shown or "CONSOLE" in log
+def test_the_browser_check_sees_a_script_that_fails(page, chromium, tmp_path):
+    broken = tmp_path / "broken.html"
+    broken.write_text(page.read_text().replace('"use strict";', '"use strict"; missing_function();', 1))
+    chromium.open(broken)
+    assert "missing_function" in chromium.console[0]
