@@ -37,13 +37,13 @@ def _reasons(line: Any, base: Any, ours: dict[str, float], theirs: dict[str, flo
         told.append("allgather_rs sends every row to every rank: its bytes do not depend on the placement.")
     if layer > 0 and exchange >= 0:
         told.append(
-            f"Exchange is {100 * exchange / layer:.0f} % of the baseline's layer, the most that locality could save."
+            f"Exchange is {min(100, 100 * exchange / layer):.0f} % of the baseline's layer, the most that locality could save."
         )
     bytes_before, bytes_after = base[f"bytes_per_token_{counted}"], line[f"bytes_per_token_{counted}"]
     if bytes_before > 0 and exchange > 0:
         fewer, sooner = 1 - bytes_after / bytes_before, 1 - ours["exchange"] / exchange
         if fewer > 0.05 and sooner < FOLLOWS * fewer:
-            told.append(f"Bytes fall by {100 * fewer:.0f} %, exchange time by {100 * sooner:.0f} %: "
+            told.append(f"Bytes fall by {100 * fewer:.0f} %, exchange time {'falls' if sooner > 0 else 'rises'} by {abs(100 * sooner):.0f} %: "
                         "start-up and waiting, not bytes, set its time.")  # fmt: skip
     if line[f"lar_{counted}"] - base[f"lar_{counted}"] < 0.03:
         told.append("Locality hardly moved.")
