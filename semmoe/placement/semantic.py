@@ -25,7 +25,7 @@ from .cocluster import covariance_EE
 from .partition import improve
 from .replicas import add_replicas
 from .request_homes import alternate_requests, local_counts_EG, one_hot, request_homes
-from .token_homes import TokenSample, alternate, local_counts
+from .token_homes import alternate, local_counts, sample_of
 
 
 class Semantic:
@@ -33,7 +33,8 @@ class Semantic:
     start shuffles. load_weight, load_target, home_cap as in the module's formula; load_folds: groups of training
     requests on which the overload of a token-level placement is taken (exchange.py; homes of requests need one group,
     for requests of a kind are meant to load their rank). sample_tokens: training tokens that the alternation of a
-    token-level placement works on; kappa: smoothing of their table (as TokenTable's).
+    token-level placement works on; kappa: smoothing of their table where the predictor has no left-out predictions of
+    its own (token_homes.py).
 
     `slots` beyond one per expert become replicas, chosen for locality (replicas.py). Stops adding starts at the
     problem's time limit (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
@@ -76,14 +77,14 @@ class Semantic:
 
     def _place_tokens(self, problem: PlacementProblem) -> Placement:
         profile, ranks, rng = problem.profile, problem.ep_size, problem.rng()
-        sample = TokenSample.draw(profile, self.sample_tokens, rng)
+        sample = sample_of(problem, self.sample_tokens, self.kappa, rng)
         capacity = capacity_of(len(sample.rows_S), ranks, self.home_cap)
         layers = profile.num_layers
         load_FLE = fold_loads(profile, self.load_folds, rng)
         deadline = time.monotonic() + problem.time_limit_s
         holds, planned, starts = [], [], []
         for layer in range(layers):
-            share_SE = sample.share_SE(profile, layer, self.kappa)
+            share_SE = sample.share_SE(layer)
             experts_Sk = profile.trace.experts_TLk[sample.rows_S, layer]
             load_FE = padded(load_FLE[:, layer], ranks)
             until = time.monotonic() + (deadline - time.monotonic()) / (layers - layer)

@@ -1,12 +1,14 @@
 """Attention-TP's placement of one layer: alternate homes of sampled training tokens and ranks of experts.
 
-Homes come from scores that a token table would give without the token's own request (leave-one-request-out), so that
-a placement is judged on tokens as unseen as those it will serve; what then counts as local are their actual experts.
+Homes come from the scores that the online predictor would give had it not seen the token's own request, so that a
+placement is judged on tokens as unseen as those it will serve; what then counts as local are their actual experts. A
+predictor says so by `left_out` (predict/fusion.py); for others a token table stands in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numba
 import numpy as np
@@ -15,7 +17,38 @@ from numpy.typing import NDArray
 from ..assign import capped_owners
 from ..predict.base import FIXED_POINT
 from ..profile import Profile
+from .base import PlacementProblem
 from .exchange import best_experts, exchange, value
+
+
+class Sample(Protocol):
+    """S training tokens (rows of the trace) and how each would be predicted in a layer had its request not been seen."""
+
+    rows_S: NDArray[np.int64]
+
+    def share_SE(self, layer: int) -> NDArray[np.float32]:
+        """Expected share of the token's choices that go to each expert."""
+
+
+def sample_of(problem: PlacementProblem, size: int, kappa: float, rng: np.random.Generator) -> Sample:
+    """At most `size` training tokens with the left-out predictions of the problem's predictor, or of a token table."""
+    if hasattr(problem.predictor, "left_out"):
+        rows_S, _ = problem.predictor.left_out(0)
+        kept = np.sort(rng.choice(len(rows_S), size=min(size, len(rows_S)), replace=False))
+        return PredictedSample(rows_S[kept], kept, problem.predictor)
+    return TokenSample.draw(problem.profile, size, kappa, rng)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedSample:
+    """Tokens that the predictor left out of its own tables; kept: those of them that are used."""
+
+    rows_S: NDArray[np.int64]
+    kept: NDArray[np.int64]
+    predictor: Any
+
+    def share_SE(self, layer: int) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.predictor.left_out(layer)[1][self.kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +56,18 @@ class TokenSample:
     """S sampled training tokens, and the training tokens of the same type in the same request (to be left out).
 
     rows_S: rows of the trace; members: rows of the trace grouped by (type, request); the group of sample s is
-    members[begin_S[s] : end_S[s]].
+    members[begin_S[s] : end_S[s]]; kappa: weight of the marginal in a row of the table, in tokens.
     """
 
     rows_S: NDArray[np.int64]
     members_T: NDArray[np.int64]
     begin_S: NDArray[np.int64]
     end_S: NDArray[np.int64]
+    profile: Profile
+    kappa: float
 
     @classmethod
-    def draw(cls, profile: Profile, size: int, rng: np.random.Generator) -> TokenSample:
+    def draw(cls, profile: Profile, size: int, kappa: float, rng: np.random.Generator) -> TokenSample:
         tokens = profile.trace.num_tokens
         rows_S = np.sort(rng.choice(tokens, size=min(size, tokens), replace=False))
         key_T = profile.type_T * profile.trace.num_requests + profile.trace.request_T
@@ -40,11 +75,11 @@ class TokenSample:
         ordered_T = key_T[members_T]
         begin_S = np.searchsorted(ordered_T, key_T[rows_S], side="left")
         end_S = np.searchsorted(ordered_T, key_T[rows_S], side="right")
-        return cls(rows_S, members_T, begin_S, end_S)
+        return cls(rows_S, members_T, begin_S, end_S, profile, kappa)
 
-    def share_SE(self, profile: Profile, layer: int, kappa: float) -> NDArray[np.float32]:
+    def share_SE(self, layer: int) -> NDArray[np.float32]:
         """Leave-one-request-out P of every sampled token (the formula of predict/token_table.py)."""
-        load_E = profile.load_LE[layer]
+        profile, load_E = self.profile, self.profile.load_LE[layer]
         return leave_out_share(
             self.rows_S,
             self.members_T,
@@ -55,7 +90,7 @@ class TokenSample:
             profile.token_counts_UE(layer),
             profile.token_count_U,
             load_E / load_E.sum(),
-            kappa,
+            self.kappa,
         )
 
 

@@ -24,24 +24,27 @@ from ..errors import UserError
 from ..placement.base import Placement
 from ..profile import Profile, count_by_row
 from .base import ExpertPredictor
-from .fusion_fit import fit_weights, left_out_features, log_lift_pairs
+from .fusion_fit import fit_weights, left_out_features, log_lift_pairs, softmax
 from .fusion_kernel import fused_scores, quantised_rows
 from .fusion_refine import columns, fit_corrections
 from .vocabulary import TypeRows
 
-GROUPS = 3  # of training requests, each predicted by the others
+GROUPS = 3  # of training requests: one is predicted by the others
+BLOCKS = 64  # requests leave the tables one by one, or in this many blocks of neighbours where there are more
 CLOSE = 0.01  # nats a choice
 START_WEIGHTS = (0.40, 0.35, 0.22)  # token, one layer back, two back: where a layer has too little data to say
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Tables of one layer. token_UE int8 log lift in STEPs (last row: unseen type); lift_B2EE the tables A."""
+    """Tables of one layer. token_UE int8 log lift in STEPs (last row: unseen type); lift_B2EE the tables A;
+    left_out_SE: see Fusion.left_out."""
 
     token_UE: NDArray[np.int8]
     lift_B2EE: NDArray[np.float32]
     weight_F: NDArray[np.float32]
     bias_E: NDArray[np.float32]
+    left_out_SE: NDArray[np.float16]
     entropy: float
 
 
@@ -80,9 +83,7 @@ class Fusion(ExpertPredictor):
 
     def fit(self, profile: Profile) -> None:
         self._prepare(profile)
-        self.group_R = np.random.default_rng(0).permutation(np.arange(profile.trace.num_requests) % GROUPS)
         self.refine_used = self._choose_refine(max(1, profile.num_layers // 2))
-        self._others: dict[int, Fusion] = {}
         self.layers = {layer: self._fit_layer(layer) for layer in range(profile.num_layers)}
 
     def _prepare(self, profile: Profile) -> None:
@@ -90,10 +91,10 @@ class Fusion(ExpertPredictor):
         self.profile, self.top_k, self.refine_used = profile, profile.trace.top_k, self.refine
         self.types = TypeRows.fit(profile, self.embedding)
         tokens = profile.trace.num_tokens
+        size = min(self.fit_tokens, tokens)
+        self.fit_rows_S = np.sort(np.random.default_rng(0).choice(tokens, size=size, replace=False))
         self._sampled_T = np.zeros(tokens, dtype=np.bool_)
-        self._sampled_T[np.random.default_rng(0).choice(tokens, size=min(self.fit_tokens, tokens), replace=False)] = (
-            True
-        )
+        self._sampled_T[self.fit_rows_S] = True
         self._rare_T = self.types.used_by_one_request_U(profile)[profile.type_T]
         self.layers = {}
 
@@ -117,36 +118,14 @@ class Fusion(ExpertPredictor):
         _, score_TG, best_T = self._sums(token_ids_T, layer, history, placement.rank_mask_LEG[layer])
         return score_TG, best_T
 
-    def left_out_experts(self, rows_S: NDArray[np.integer], layer: int) -> NDArray[np.float32]:
-        """q [S, E] of training tokens (rows of the profile's trace) from tables and weights without their requests.
+    def left_out(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(rows_S, q_SE): training tokens (rows of the profile's trace) as unseen requests would be predicted.
 
-        The training requests fall into groups, and each is predicted by what a fit on the others learned: what a
-        placement that will serve unseen requests should be optimised on.
+        Their own block of requests is left out of every table; weights and bias, a few numbers fitted on thousands of
+        tokens, are those of all. The corrections, fitted on these very tokens, are left out too. What a placement that
+        will serve unseen requests should be optimised on.
         """
-        trace = self.profile.trace
-        group_S = self.group_R[trace.request_T[rows_S]]
-        q_SE = np.empty((len(rows_S), self.profile.num_experts), dtype=np.float32)
-        for group in np.unique(group_S):
-            here = group_S == group
-            other = self._without(int(group))
-            other._layer(layer)
-            q_SE[here] = other.experts(trace.token_id_T[rows_S[here]], layer, self._history(rows_S[here], layer))
-        return q_SE
-
-    def _without(self, group: int) -> Fusion:
-        """A predictor that may learn from the other groups of requests; its layers are fitted when asked for."""
-        if group not in self._others:
-            kept = np.flatnonzero(self.group_R != group)
-            other = Fusion(self.lookback, self.kappa, self.pseudo, self.fit_tokens, self.ridge, self.refine)
-            other.embedding = self.embedding
-            other._prepare(Profile.fit(self.profile.trace.select(kept if len(kept) else np.arange(1))))
-            other.refine_used = self.refine_used
-            self._others[group] = other
-        return self._others[group]
-
-    def _layer(self, layer: int) -> None:
-        if layer not in self.layers:
-            self.layers[layer] = self._fit_layer(layer)
+        return self.fit_rows_S, self.layers[layer].left_out_SE.astype(np.float32)
 
     def _history(self, rows_S: NDArray[np.integer], layer: int) -> NDArray[np.int16]:
         experts_TLk = self.profile.trace.experts_TLk
@@ -162,9 +141,10 @@ class Fusion(ExpertPredictor):
         trace = self.profile.trace
         if not (self.refine > 0 and self.lookback and trace.num_layers > 1 and trace.num_requests > 1):
             return self.refine
-        self._others = {}
-        other = self._without(0)
-        rows_S = np.flatnonzero(self.group_R[trace.request_T] == 0)
+        group_R = np.random.default_rng(0).permutation(np.arange(trace.num_requests) % GROUPS)
+        other = Fusion(self.lookback, self.kappa, self.pseudo, self.fit_tokens, self.ridge, self.refine, self.embedding)
+        other._prepare(Profile.fit(trace.select(np.flatnonzero(group_R != 0))))
+        rows_S = np.flatnonzero(group_R[trace.request_T] == 0)
         chosen_Sk = trace.experts_TLk[rows_S, layer].astype(np.int64)
         found: dict[float, float] = {}
         for factor in (1.0, 4.0, 16.0, 0.0):
@@ -244,13 +224,15 @@ class Fusion(ExpertPredictor):
         pairs = [self.profile.transitions_EE(layer, b) for b in range(1, backs + 1)]
         return np.array(pairs, dtype=np.int64).reshape(backs, experts, experts)
 
-    def _features(self, layer: int, sampled_T: NDArray[np.bool_], samples: int) -> NDArray[np.float32]:
+    def _features(self, layer: int) -> NDArray[np.float32]:
         trace, prior_E = self.profile.trace, self._prior(layer)
         earlier_BTk = self._earlier(layer)
+        step = -(-trace.num_requests // BLOCKS)
+        bound_B1 = np.append(trace.request_offset_R1[:-1:step], trace.num_tokens)
         return left_out_features(
-            trace.request_offset_R1[:-1],
-            trace.request_offset_R1[1:],
-            sampled_T,
+            bound_B1[:-1],
+            bound_B1[1:],
+            self._sampled_T,
             self.profile.type_T,
             np.ascontiguousarray(trace.experts_TLk[:, layer]),
             earlier_BTk,
@@ -261,7 +243,7 @@ class Fusion(ExpertPredictor):
             prior_E,
             self.kappa,
             self.pseudo,
-            samples,
+            len(self.fit_rows_S),
         )
 
     def _weights(
@@ -276,13 +258,13 @@ class Fusion(ExpertPredictor):
 
     def _fit_layer(self, layer: int) -> _Layer:
         prior_E = self._prior(layer)
-        rows_S = np.flatnonzero(self._sampled_T)
-        features_SFE = self._features(layer, self._sampled_T, len(rows_S))
+        rows_S = self.fit_rows_S
+        features_SFE = self._features(layer)
         backs = (features_SFE.shape[1] - 1) // self.top_k
         weight_F, bias_E, entropy = self._weights(layer, features_SFE, rows_S)
         lift_B2EE = np.repeat(self._lifts(layer, backs, prior_E)[:, None], 2, axis=1)
+        z_SE = self._first_stage(features_SFE, weight_F, bias_E)
         if self.refine_used > 0 and backs:
-            z_SE = self._first_stage(features_SFE, weight_F, bias_E)
             column_SF, scale_F = self._columns(layer, rows_S, weight_F)
             correction = self._corrections(layer, z_SE, column_SF, scale_F, rows_S, self.refine_used).reshape(
                 lift_B2EE.shape
@@ -293,6 +275,7 @@ class Fusion(ExpertPredictor):
             lift_B2EE,
             weight_F.astype(np.float32),
             bias_E.astype(np.float32),
+            softmax(z_SE).astype(np.float16),
             entropy,
         )
 

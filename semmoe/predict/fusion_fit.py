@@ -1,8 +1,8 @@
 """Tables and weights of the fused predictor: counted on training routes, weighted without in-sample optimism.
 
 A weight fitted on the tokens that its own tables were counted from trusts those tables too much. So every request's
-features come from tables without that request (leave-one-request-out): its counts are taken out of the shared tables,
-the features of its tokens are written, and the counts go back in.
+features come from tables without that request, or its block of requests: the counts of the block are taken out of the
+shared tables, the features of its tokens are written, and the counts go back in.
 
 Feature order of F = 1 + lookback * k: token row, then the k choices of layer - 1, the k of layer - 2, ...
 """
@@ -56,7 +56,7 @@ def left_out_features(  # type: ignore[no-untyped-def]
 ):
     """features_SFE of the sampled tokens, in order of their rows; tables are restored before it returns.
 
-    begin_R, end_R: rows of each request; earlier_BTk: experts of the layers before, newest first.
+    begin_R, end_R: rows of each request or block of requests; earlier_BTk: experts of the layers before, newest first.
     """
     experts, k, back = len(prior_E), experts_Tk.shape[1], len(earlier_BTk)
     features = np.empty((samples, 1 + back * k, experts), dtype=np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +16,8 @@ from semmoe.placement.exchange import best_experts, exchange, overload, value
 from semmoe.placement.replicas import add_replicas, expected_rows
 from semmoe.placement.request_homes import alternate_requests, request_homes
 from semmoe.placement.semantic import Semantic, fold_loads, padded
-from semmoe.placement.token_homes import TokenSample, alternate
+from semmoe.placement.token_homes import TokenSample, alternate, sample_of
+from semmoe.predict.fusion import Fusion
 from semmoe.predict.token_table import TokenTable
 from semmoe.profile import Profile
 from semmoe.schedule.base import capacity_of
@@ -74,8 +76,8 @@ def test_token_level_placement_is_within_one_percent_of_the_enumerated_optimum()
             context_noise=0.5, seed=seed,
         ).make()  # fmt: skip
         profile = Profile.fit(trace)
-        sample = TokenSample.draw(profile, 10**6, np.random.default_rng(0))
-        share_SE = sample.share_SE(profile, 0, 2.0)
+        sample = TokenSample.draw(profile, 10**6, 2.0, np.random.default_rng(0))
+        share_SE = sample.share_SE(0)
         load_FE = profile.load_LE.astype(np.float64)
         capacity = capacity_of(trace.num_tokens, 2, 1.1)
 
@@ -151,8 +153,8 @@ def test_load_weight_bounds_the_load_that_locality_alone_would_stack_up() -> Non
 def test_leave_one_request_out_equals_a_table_of_the_other_requests() -> None:
     trace = NOISY.make()
     profile = Profile.fit(trace)
-    sample = TokenSample.draw(profile, 50, np.random.default_rng(0))
-    share_SE = sample.share_SE(profile, 0, 2.0)
+    sample = TokenSample.draw(profile, 50, 2.0, np.random.default_rng(0))
+    share_SE = sample.share_SE(0)
     for s in (0, 17, 49):
         row = sample.rows_S[s]
         others = trace.select(np.setdiff1d(np.arange(trace.num_requests), trace.request_T[row]))
@@ -161,6 +163,19 @@ def test_leave_one_request_out_equals_a_table_of_the_other_requests() -> None:
         prior_E = profile.load_LE[0] / profile.load_LE[0].sum()
         expected_E = (counts_E / 2 + 2.0 * prior_E) / (same.sum() + 2.0)
         np.testing.assert_allclose(share_SE[s], expected_E, rtol=1e-5)
+
+
+def test_the_placement_is_made_for_the_left_out_predictions_of_the_online_predictor() -> None:
+    trace = Synthetic(requests=20, prompt_len=30, output_len=0, **PLANTED).make()
+    fusion = Fusion(fit_tokens=100)
+    fusion.fit(Profile.fit(trace))
+    sample = sample_of(replace(problem(trace, 4), predictor=fusion), 60, 2.0, np.random.default_rng(0))
+    rows_S, q_SE = fusion.left_out(1)
+    at = np.searchsorted(rows_S, sample.rows_S)
+    assert len(sample.rows_S) == 60
+    assert np.array_equal(rows_S[at], sample.rows_S)
+    assert np.array_equal(sample.share_SE(1), q_SE[at])
+    assert isinstance(sample_of(problem(trace, 4), 60, 2.0, np.random.default_rng(0)), TokenSample)
 
 
 def test_fold_loads_sum_to_the_load_and_phantoms_carry_none() -> None:

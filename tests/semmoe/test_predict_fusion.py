@@ -92,7 +92,7 @@ def test_features_of_a_request_come_from_tables_without_it() -> None:
     without = Profile.fit(TRAIN.select(np.array([r for r in range(10) if r != 4])))
     other = Fusion()
     other.fit(without)
-    left = FUSION._features(3, np.isin(np.arange(TRAIN.num_tokens), rows), len(rows))[:, 1]
+    left = FUSION._features(3)[np.isin(FUSION.fit_rows_S, rows)][:, 1]
     before = TRAIN.experts_TLk[rows, 2, 0]
 
     def log_q(fusion: Fusion, lift: np.ndarray) -> np.ndarray:  # without the marginal p0, which keeps the request
@@ -104,23 +104,33 @@ def test_features_of_a_request_come_from_tables_without_it() -> None:
     assert np.abs(in_sample - wanted).max() > 0.2  # negative control
 
 
-def test_left_out_rows_are_those_of_tables_without_the_request_and_keep_the_order_asked_for() -> None:
-    rows = np.array([200, 17, 17, 430])
-    q_SE = FUSION.left_out_experts(rows, 2)
-    assert np.array_equal(q_SE[1], q_SE[2])
-    np.testing.assert_array_equal(FUSION.left_out_experts(rows[::-1], 2), q_SE[::-1])
-    everything = np.arange(TRAIN.num_tokens)
-    left = cross_entropy(FUSION.left_out_experts(everything, 2), TRAIN.experts_TLk[:, 2])
-    in_sample = cross_entropy(FUSION.experts(TRAIN.token_id_T, 2, history_of(TRAIN, 2)), TRAIN.experts_TLk[:, 2])
+def test_left_out_rows_predict_their_tokens_as_badly_as_unseen_ones() -> None:
+    rows_S, q_SE = FUSION.left_out(2)
+    np.testing.assert_allclose(q_SE.sum(axis=1), 1.0, atol=2e-3)
+    experts_Sk = TRAIN.experts_TLk[rows_S, 2]
+    left = cross_entropy(q_SE, experts_Sk)
+    in_sample = cross_entropy(FUSION.experts(TRAIN.token_id_T, 2, history_of(TRAIN, 2))[rows_S], experts_Sk)
     heldout = cross_entropy(FUSION.experts(TEST.token_id_T, 2, history_of(TEST, 2)), TEST.experts_TLk[:, 2])
     assert in_sample < left - 0.02  # in-sample rows flatter themselves
     assert abs(left - heldout) < heldout - in_sample
 
 
+def test_many_requests_leave_the_tables_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semmoe.predict.fusion.BLOCKS", 4)  # of 10 requests: blocks of 3
+    features = FUSION._features(2)
+    others = TRAIN.select(np.array([0, 1, 2, 6, 7, 8, 9]))
+    tokens, top_k, prior_E = others.token_id_T, others.top_k, FUSION._prior(2)
+    s = int(np.flatnonzero(TRAIN.request_T[FUSION.fit_rows_S] == 4)[0])
+    same = tokens == TRAIN.token_id_T[FUSION.fit_rows_S[s]]
+    counts_E = np.bincount(others.experts_TLk[same, 2].ravel(), minlength=16)
+    share_E = (counts_E / top_k + 2.0 * FUSION._back_off(2, prior_E)) / (same.sum() + 2.0)
+    np.testing.assert_allclose(features[s, 0], np.log(share_E / prior_E), rtol=1e-4, atol=1e-5)
+
+
 def test_tables_are_as_before_after_the_features_were_taken() -> None:
     profile = FUSION.profile
     before = profile.token_count_U.copy()
-    FUSION.left_out_experts(np.arange(50), 1)
+    FUSION._features(1)
     assert np.array_equal(profile.token_count_U, before)
 
 
@@ -151,20 +161,13 @@ def test_absent_history_is_the_token_alone() -> None:
     assert np.array_equal(FUSION.experts(ids, 2, absent), FUSION.experts(ids, 2, None))
 
 
-def test_corrections_predict_unseen_requests_better_and_sharpen_the_left_out_rows_alike() -> None:
+def test_corrections_predict_unseen_requests_better() -> None:
     plain = fitted(refine=0.0)
-    everything = np.arange(TRAIN.num_tokens)
     for layer in (1, 2, 3):
         history, experts_Tk = history_of(TEST, layer), TEST.experts_TLk[:, layer]
         refined = cross_entropy(FUSION.experts(TEST.token_id_T, layer, history), experts_Tk)
         before = cross_entropy(plain.experts(TEST.token_id_T, layer, history), experts_Tk)
-        left = cross_entropy(FUSION.left_out_experts(everything, layer), TRAIN.experts_TLk[:, layer])
-        seen = cross_entropy(
-            FUSION.experts(TRAIN.token_id_T, layer, history_of(TRAIN, layer)), TRAIN.experts_TLk[:, layer]
-        )
         assert refined < before + 0.005
-        assert seen < left  # left-out rows do not know their own request
-    assert FUSION.left_out_experts(everything[:5], 0).shape == (5, 16)  # no layer before: nothing to correct
 
 
 def test_the_slope_of_the_corrections_is_that_of_their_loss() -> None:
