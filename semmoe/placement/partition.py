@@ -75,8 +75,9 @@ def polish(weight_EE, group_N, groups, fewest, kicks, seed):  # type: ignore[no-
     for kick in range(kicks):
         group_N[:] = best_N
         for _ in range(1 + kick % 3 + experts // 24):
-            a, b = np.random.randint(experts), np.random.randint(experts)
-            group_N[a], group_N[b] = group_N[b], group_N[a]
+            a, b = np.random.randint(experts), np.random.randint(len(group_N))
+            if b < experts or (group_N[:experts] == group_N[a]).sum() > fewest:
+                group_N[a], group_N[b] = group_N[b], group_N[a]
         improve(weight_EE, group_N, groups, fewest)
         now = _kept(weight_EE, group_N)
         if now >= best:
