@@ -6,19 +6,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .traffic import Collective, Traffic
+from .wiring import Wiring
 
 
 class LocalityMeter:
-    """Accumulates Traffic over steps and yields the locality columns of a result row (words of DESIGN section 2)."""
+    """Accumulates Traffic over steps and yields the locality columns of a result row (words of DESIGN section 2).
 
-    def __init__(self, num_layers: int, ep_size: int, ranks_per_node: int | None = None) -> None:
-        self.ranks_per_node = ranks_per_node or ep_size
+    wiring: of the group, by default one node. Bytes count once on every tier that they cross: what is relayed inside a
+    node after it came from another counts there too, and `node_bytes + nic_bytes` is the sum over operations.
+    """
+
+    def __init__(self, num_layers: int, ep_size: int, wiring: Wiring | None = None) -> None:
+        self.wiring = wiring or Wiring.plain(ep_size)
         self.assignment_pairs_LGG = np.zeros((num_layers, ep_size, ep_size), dtype=np.int64)
         self.rank_pairs_LGG = np.zeros((num_layers, ep_size, ep_size), dtype=np.int64)
         self.homes_LG = np.zeros((num_layers, ep_size), dtype=np.int64)
         self.rows_LG = np.zeros((num_layers, ep_size), dtype=np.int64)
         self.bytes_by_op: dict[str, float] = {}
-        self.node_bytes = self.nic_bytes = self.metadata_bytes = 0.0
+        self.node_bytes = self.nic_bytes = self.spine_bytes = self.metadata_bytes = 0.0
         self.tokens = self.steps = 0
         self._imbalance_sum = self._active_sum = 0.0
         self._counted = 0
@@ -37,18 +42,24 @@ class LocalityMeter:
         self._counted += int(busy.sum())
         self.metadata_bytes += traffic.metadata_bytes
         for c in traffic.collectives:
-            total = float(c.remote_bytes_L(traffic.ep_size).sum())
-            across = self._nic_share(c, traffic) if self.ranks_per_node < traffic.ep_size else 0.0
-            self.bytes_by_op[c.op] = self.bytes_by_op.get(c.op, 0.0) + total
-            self.nic_bytes += across
-            self.node_bytes += total - across
+            node, nic, spine = self._tier_bytes(c)
+            self.bytes_by_op[c.op] = self.bytes_by_op.get(c.op, 0.0) + node + nic
+            self.node_bytes += node
+            self.nic_bytes += nic
+            self.spine_bytes += spine
 
-    def _nic_share(self, c: Collective, traffic: Traffic) -> float:
-        if c.rows_LGG is None:
-            nodes = traffic.ep_size // self.ranks_per_node
-            return float(c.remote_bytes_L(traffic.ep_size).sum()) * (nodes - 1) / max(traffic.ep_size - 1, 1)
-        node_G = np.arange(traffic.ep_size) // self.ranks_per_node
-        return float(c.rows_LGG[:, node_G[:, None] != node_G[None, :]].sum() * c.row_bytes)
+    def _tier_bytes(self, c: Collective) -> tuple[float, float, float]:
+        """Payload bytes inside nodes, between nodes, and of these through the spine."""
+        wiring = self.wiring
+        if wiring.nodes == 1:
+            return float(c.remote_bytes_L(wiring.ranks).sum()), 0.0, 0.0
+        if c.buffer_rows_L is not None:  # reduce-scatter in every node, all-reduce of the shares, all-gather
+            buffer = 2.0 * float(c.buffer_rows_L.sum()) * c.row_bytes
+            parts = (wiring.ranks - wiring.nodes, wiring.nodes - 1, wiring.leaf_groups - 1)
+            return buffer * parts[0], buffer * parts[1], buffer * parts[2]
+        ports = c.ports(wiring)
+        rows = (ports.node_rows_L.sum(), ports.nic_rows_L.sum(), ports.spine_rows_L.sum())
+        return float(rows[0]) * c.row_bytes, float(rows[1]) * c.row_bytes, float(rows[2]) * c.row_bytes
 
     def lar_per_layer_L(self) -> NDArray[np.float64]:
         total_L = self.assignment_pairs_LGG.sum(axis=(1, 2))
@@ -77,6 +88,7 @@ class LocalityMeter:
             "active_experts": self._active_sum / counted if self._counted else float("nan"),
             "node_bytes": self.node_bytes,
             "nic_bytes": self.nic_bytes,
+            "spine_bytes": self.spine_bytes,
             "metadata_bytes": self.metadata_bytes,
             **{f"{op}_bytes": value for op, value in sorted(self.bytes_by_op.items())},
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from .serving import Request
 from .specs import ClusterSpec, ModelSpec
 from .trace import RoutingTrace
 from .traffic import count_traffic
+from .wiring import Wiring
 from .workload import batches
 
 PLANNED_ORDERS = 8
@@ -72,6 +74,10 @@ class Recipe:
     home_cap: float = 1.1
     seed: int = 0
     time_limit_s: float = 60.0
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        return Wiring.of(self.cluster, self.ep_size)
 
     @property
     def home(self) -> str:
@@ -168,10 +174,12 @@ class Recipe:
         """LAR, fan-out, imbalance and bytes of `trace` in batches."""
         planner = self.planner(fitted, trace)
         rank_R = self.request_ranks(fitted, trace) if self.spec.flow == "dp" else None
-        meter = LocalityMeter(trace.num_layers, self.ep_size, self.cluster.ranks_per_node)
+        meter = LocalityMeter(trace.num_layers, self.ep_size, self.wiring)
         for rows_T in batches(trace, batch_tokens, composition, max_batches, self.seed):
             routed = planner.route(rows_T, None if rank_R is None else rank_R[trace.request_T[rows_T]])
-            meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, self.slots, self.ep_size, self.spec))
+            meter.add(
+                count_traffic(routed.slots_TLk, routed.homes_TL, self.slots, self.ep_size, self.spec, self.wiring)
+            )
         return meter
 
     def planned(

@@ -120,7 +120,7 @@ class Run:
         )
 
     def meter(self) -> LocalityMeter:
-        return LocalityMeter(self.heldout.num_layers, self.ep_size, self.cluster.ranks_per_node)
+        return LocalityMeter(self.heldout.num_layers, self.ep_size, self.recipe.wiring)
 
     def identity(self, backend: str, transport: str, kernel_path: str) -> dict[str, Any]:
         """Identity, configuration and planned columns of this run's row; the backend adds the rest."""

@@ -120,6 +120,7 @@ class ModelSpec:
 
 
 TOPOLOGIES = ("switch", "mesh", "pcie", "shared_memory")
+FABRICS = ("flat", "rail", "rack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,10 @@ class Curve:
 class ClusterSpec:
     """Ranks, link tiers and measured or fitted costs of one machine or group of machines.
 
-    gbps = 10^9 bytes per second, per rank and direction. `cores` > 0 marks a CPU machine whose ranks share that many
-    cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
+    gbps = 10^9 bytes per second, per rank and direction; nic_gbps per NIC. `nics_per_node` 0: one a rank; more: a rank
+    stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): semmoe/wiring.py;
+    `oversubscription`: capacity of a leaf's NICs over that of its uplinks. `cores` > 0 marks a CPU machine whose ranks
+    share that many cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py),
     `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
     measured tables of attention kernels (simulator/cost/attention.py names their keys), `provenance`
@@ -165,6 +168,10 @@ class ClusterSpec:
     alpha_us: float
     nic_gbps: float = 0.0
     nic_alpha_us: float = 20.0
+    nics_per_node: int = 0
+    fabric: str = "flat"
+    nodes_per_leaf: int = 0
+    oversubscription: float = 1.0
     fp8_tflops: float = 0.0
     mesh_link_gbps: float = 0.0
     memory_efficiency: float = 0.85
@@ -196,10 +203,30 @@ class ClusterSpec:
                 raise UserError(f"cluster {self.name}: {key}={getattr(self, key)} must be positive")
         if self.nodes > 1 and not self.nic_gbps > 0:
             raise UserError(f"cluster {self.name}: {self.nodes} nodes need nic_gbps > 0")
+        self._check_fabric()
+
+    def _check_fabric(self) -> None:
+        if self.fabric not in FABRICS:
+            raise UserError(f"cluster {self.name}: fabric '{self.fabric}'{nearest(self.fabric, FABRICS)}")
+        if not self.oversubscription >= 1:
+            raise UserError(f"cluster {self.name}: oversubscription={self.oversubscription} must be at least 1")
+        if self.nodes_per_leaf < 0:
+            raise UserError(f"cluster {self.name}: nodes_per_leaf={self.nodes_per_leaf} must not be negative")
+        few, many = sorted((self.nics_per_node or self.ranks_per_node, self.ranks_per_node))
+        if few < 1 or many % few:
+            raise UserError(
+                f"cluster {self.name}: nics_per_node={self.nics_per_node} must divide ranks_per_node="
+                f"{self.ranks_per_node} or be a multiple of it"
+            )
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def nic_bundle_gbps(self) -> float:
+        """Capacity of what a rank sends through between nodes: its NICs together, or the one that it shares."""
+        return self.nic_gbps * max((self.nics_per_node or 1) // self.ranks_per_node, 1)
 
     @property
     def digest(self) -> str:

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dispatch import METADATA_BYTES, DispatchSpec
+from .ports import Ports, relayed_ports, straight_ports
+from .wiring import Int, Wiring
 
-Int = NDArray[np.int64]
+TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +24,27 @@ class Collective:
     """One exchange: rows_LGG[l, s, d] rows of row_bytes from rank s to rank d (diagonal: self-copies, never bytes).
 
     An all-reduce has no pairs: `buffer_rows_L` rows stand on every rank, of which 2 (G - 1) / G cross its links.
+    copies_LGN: distinct rows that rank s exchanges with each node (of those that it has at home), which then cross between
+    nodes once; None: rows go straight from rank to rank. counted: ports that stand for the pairs (many ranks).
     """
 
     op: str
     row_bytes: float
     rows_LGG: Int | None = None
     buffer_rows_L: Int | None = None
+    copies_LGN: Int | None = None
+    counted: Ports | None = None
+
+    def ports(self, wiring: Wiring) -> Ports:
+        """Rows on every link; not of an all-reduce."""
+        if self.counted is not None:
+            return self.counted
+        assert self.rows_LGG is not None
+        homeward = self.op in TOWARDS_HOME
+        rows = np.ascontiguousarray(self.rows_LGG.swapaxes(1, 2)) if homeward else self.rows_LGG
+        copies = self.copies_LGN
+        made = straight_ports(rows, wiring) if copies is None else relayed_ports(rows, copies, wiring)
+        return made.reversed() if homeward else made
 
     def remote_rows_LGG(self) -> Int:
         assert self.rows_LGG is not None
@@ -39,6 +56,8 @@ class Collective:
         """Payload bytes that leave their rank, summed over ranks."""
         if self.buffer_rows_L is not None:
             return np.asarray(2.0 * (ep_size - 1) * self.buffer_rows_L * self.row_bytes, dtype=np.float64)
+        if self.counted is not None:
+            return np.asarray((self.counted.node_rows_L + self.counted.nic_rows_L) * self.row_bytes, dtype=np.float64)
         return self.remote_rows_LGG().sum(axis=(1, 2)) * self.row_bytes
 
 
@@ -77,6 +96,7 @@ class Traffic:
                 c,
                 rows_LGG=None if c.rows_LGG is None else c.rows_LGG[cut],
                 buffer_rows_L=None if c.buffer_rows_L is None else c.buffer_rows_L[cut],
+                copies_LGN=None if c.copies_LGN is None else c.copies_LGN[cut],
             )
             for c in self.collectives
         )
@@ -90,11 +110,23 @@ class Traffic:
             self.tokens,
         )
 
+    def assignments_L(self) -> Int:
+        """(token, expert) assignments of tokens that have a home."""
+        return np.asarray(self.assignment_pairs_LGG.sum(axis=(1, 2)))
+
     def local_assignments_L(self) -> Int:
         return np.trace(self.assignment_pairs_LGG, axis1=1, axis2=2)
 
     def remote_rank_pairs_L(self) -> Int:
         return self.rank_pairs_LGG.sum(axis=(1, 2)) - np.trace(self.rank_pairs_LGG, axis1=1, axis2=2)
+
+    def exchanged_rows_LG(self) -> Int:
+        """Rows that each rank sends for others to serve, and receives to serve: what dispatch and combine pack."""
+        for c in self.collectives:
+            if c.op == "dispatch" and c.rows_LGG is not None:
+                local_LG = np.diagonal(c.rows_LGG, axis1=1, axis2=2)
+                return np.asarray(c.rows_LGG.sum(axis=2) + c.rows_LGG.sum(axis=1) - 2 * local_LG)
+        return np.zeros_like(self.homes_LG)
 
     def payload_bytes(self) -> float:
         return float(sum(c.remote_bytes_L(self.ep_size).sum() for c in self.collectives))
@@ -131,10 +163,12 @@ def count_traffic(
     num_slots: int,
     ep_size: int,
     spec: DispatchSpec,
+    wiring: Wiring | None = None,
 ) -> Traffic:
     """Traffic of T tokens whose choices are served by `slots_TLk`, with the token at home `homes_TL` per layer.
 
-    homes_TL may be [T] (one home for all layers) or None for tp_replicated. T = 0 is a batch of idle ranks.
+    homes_TL may be [T] (one home for all layers) or None for tp_replicated. T = 0 is a batch of idle ranks. wiring: of
+    several nodes, between which rows that several ranks need cross once; over many ranks ports stand for pairs then.
     """
     tokens, layers, _ = slots_TLk.shape
     if (homes_TL is None) != (spec.flow == "tp_replicated"):
@@ -146,12 +180,27 @@ def count_traffic(
             Traffic(np.zeros((layers, ep_size), dtype=np.int64), zero, zero, rows_LG, active_LG, tokens=tokens), spec
         )
     homes = np.broadcast_to(homes_TL[:, None], (tokens, layers)) if homes_TL.ndim == 1 else homes_TL
-    homes_LG, pairs, rank_pairs, active = count_pairs_numba(slots_TLk, np.ascontiguousarray(homes), num_slots, ep_size)
-    return with_collectives(Traffic(homes_LG, pairs, rank_pairs, pairs.sum(axis=1), active, tokens=tokens), spec)
+    homes = np.ascontiguousarray(homes)
+    homes_LG, pairs, rank_pairs, active = count_pairs_numba(slots_TLk, homes, num_slots, ep_size)
+    traffic = Traffic(homes_LG, pairs, rank_pairs, pairs.sum(axis=1), active, tokens=tokens)
+    if wiring is None or wiring.nodes == 1:
+        return with_collectives(traffic, spec)
+    copies = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, wiring.nodes))  # every row to every node once
+    served = None
+    if spec.dispatcher == "allgather_rs":
+        served = copies
+    elif spec.dispatcher == "a2a_dedup":
+        served = node_copies(slots_TLk, homes, num_slots, ep_size, wiring.ranks_per_node)
+    return with_collectives(traffic, spec, copies, served)
 
 
-def with_collectives(traffic: Traffic, spec: DispatchSpec) -> Traffic:
-    """The traffic with the list of collectives that the flow and dispatcher imply, and the metadata bytes."""
+def with_collectives(
+    traffic: Traffic, spec: DispatchSpec, gathered_LGN: Int | None = None, served_LGN: Int | None = None
+) -> Traffic:
+    """The traffic with the list of collectives that the flow and dispatcher imply, and the metadata bytes.
+
+    gathered_LGN, served_LGN: copies to nodes (see Collective) of the collectives around dispatch and combine, and of these.
+    """
     homes_LG, ep_size = traffic.homes_LG, traffic.ep_size
     layers = traffic.num_layers
     if spec.flow == "tp_replicated":
@@ -164,30 +213,31 @@ def with_collectives(traffic: Traffic, spec: DispatchSpec) -> Traffic:
     outward = np.ascontiguousarray(inward.swapaxes(1, 2))
     if spec.dispatcher == "allgather_rs":
         around = (
-            Collective("dispatch", spec.dispatch_row_bytes, outward),
-            Collective("combine", spec.combine_row_bytes, inward),
+            Collective("dispatch", spec.dispatch_row_bytes, outward, copies_LGN=served_LGN),
+            Collective("combine", spec.combine_row_bytes, inward, copies_LGN=served_LGN),
         )
         metadata = float((homes_LG.sum(axis=1) * (ep_size - 1)).sum() * spec.top_k * METADATA_BYTES)
     else:
         pairs = traffic.rank_pairs_LGG if spec.dispatcher == "a2a_dedup" else traffic.assignment_pairs_LGG
+        back = np.ascontiguousarray(pairs.swapaxes(1, 2))
         around = (
-            Collective("dispatch", spec.dispatch_row_bytes, pairs),
-            Collective("combine", spec.combine_row_bytes, np.ascontiguousarray(pairs.swapaxes(1, 2))),
+            Collective("dispatch", spec.dispatch_row_bytes, pairs, copies_LGN=served_LGN),
+            Collective("combine", spec.combine_row_bytes, back, copies_LGN=served_LGN),
         )
-        remote = traffic.assignment_pairs_LGG.sum() - traffic.local_assignments_L().sum()
+        remote = traffic.assignments_L().sum() - traffic.local_assignments_L().sum()
         metadata = float(remote * METADATA_BYTES)
     if spec.flow == "dp":
         return replace(traffic, collectives=around, metadata_bytes=metadata)
     before, after = ("srs", "sag") if spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
-    ids = (Collective("expert_ids", spec.top_k * 2.0, outward),) if spec.carry_expert_ids else ()
+    carried = Collective("expert_ids", spec.top_k * 2.0, outward, copies_LGN=gathered_LGN)
     return replace(
         traffic,
         metadata_bytes=metadata,
         collectives=(
-            Collective(before, spec.row_bytes, inward),
+            Collective(before, spec.row_bytes, inward, copies_LGN=gathered_LGN),
             *around,
-            Collective(after, spec.row_bytes, outward),
-            *ids,
+            Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN),
+            *((carried,) if spec.carry_expert_ids else ()),
         ),
     )
 
@@ -271,3 +321,22 @@ def count_rows(slots_TLk, num_slots, ep_size):  # type: ignore[no-untyped-def]
             rows[layer, p // per_rank] += hits[layer, p]
             active[layer, p // per_rank] += hits[layer, p] > 0
     return rows, active
+
+
+@numba.njit(cache=True)
+def node_copies(slots_TLk, homes_TL, num_slots, ep_size, ranks_per_node):  # type: ignore[no-untyped-def]
+    """copies_LGN[l, s, n]: tokens at home on rank s with an assignment on a rank of node n, which is sent once."""
+    tokens, layers, k = slots_TLk.shape
+    nodes = (ep_size + ranks_per_node - 1) // ranks_per_node
+    slots_per_node = (num_slots // ep_size) * ranks_per_node
+    copies = np.zeros((layers, ep_size, nodes), dtype=np.int64)
+    seen, stamp = np.zeros(nodes, dtype=np.int64), 0
+    for t in range(tokens):
+        for layer in range(layers):
+            stamp += 1
+            for j in range(k):
+                node = slots_TLk[t, layer, j] // slots_per_node
+                if seen[node] != stamp:
+                    seen[node] = stamp
+                    copies[layer, homes_TL[t, layer], node] += 1
+    return copies

@@ -23,7 +23,6 @@ from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.traffic import Traffic, count_traffic
 
 from .cost.attention import AttentionLoad
-from .cost.loads import node_copies
 from .cost.model import CostModel
 from .layer import LayerTimes, time_layers
 
@@ -62,22 +61,20 @@ class StepTimer:
         self.planner, self.cost, self.full_model = planner, cost, full_model
         self.timeline = Timeline(meter)
         self._ranks, self._slots = planner.ranks, planner.placement.num_slots
-        inner = cost.network.inner
-        self._per_node = inner if cost.network.topology.nodes > 1 and cost.spec.dispatcher == "a2a_dedup" else 0
+        self._wiring = cost.network.wiring
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
     ) -> Traffic:
         """One forward pass over these rows of the trace; its times are appended to the timeline."""
         routed = self.planner.route(rows_T, queue_T)
-        traffic = count_traffic(routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self.cost.spec)
-        copies = None
-        if self._per_node and routed.homes_TL is not None:
-            copies = node_copies(routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self._per_node)
+        traffic = count_traffic(
+            routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self.cost.spec, self._wiring
+        )
         self.timeline.meter.add(traffic)
         if len(self.timeline.traffic) < self.timeline.keep_traffic:
             self.timeline.traffic.append(traffic)
-        self.timeline.steps.append(time_layers(self.cost, traffic, load, copies))
+        self.timeline.steps.append(time_layers(self.cost, traffic, load))
         return traffic
 
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:

@@ -24,6 +24,8 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
+from .topology import paths_from
+
 Float = NDArray[np.float64]
 SMALLEST = 1e-6  # bytes that count as nothing: what rounding leaves of a finished flow
 
@@ -38,7 +40,8 @@ class _Flow:
 
 @dataclass(eq=False)
 class FlowNetwork:
-    """Links of a directed graph with `gbps` on every edge; flows take a shortest path. Time is in microseconds."""
+    """Links of a directed graph with `gbps` on every edge; flows take a shortest path (topology.paths_from). Time is in
+    microseconds."""
 
     env: simpy.Environment
     graph: nx.DiGraph
@@ -55,7 +58,7 @@ class FlowNetwork:
     def path(self, source: Hashable, target: Hashable) -> list[int]:
         """Links from source to target. networkx.NetworkXNoPath: there is no way."""
         if source not in self._paths:
-            self._paths[source] = nx.single_source_shortest_path(self.graph, source)
+            self._paths[source] = paths_from(self.graph, source)
         if target not in self._paths[source]:
             raise nx.NetworkXNoPath(f"no path from {source} to {target}")
         return [self._index[edge] for edge in pairwise(self._paths[source][target])]

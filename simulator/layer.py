@@ -36,7 +36,6 @@ def time_layers(
     cost: CostModel,
     traffic: Traffic,
     load: AttentionLoad | None = None,
-    copies_LGN: NDArray[np.integer] | None = None,
 ) -> LayerTimes:
     """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time."""
     layers = traffic.num_layers
@@ -47,7 +46,7 @@ def time_layers(
     if plan_ms:
         phases["plan"] = np.full(layers, plan_ms)
     phases["experts"] = cost.experts(traffic.expert_rows_LG, traffic.active_experts_LG)
-    phases |= cost.collectives(traffic, copies_LGN)
+    phases |= cost.collectives(traffic)
     attention_ms = outside_ms = 0.0
     if load is not None:
         attention_ms, outside_ms = cost.attention(load), cost.outside_layers(load)

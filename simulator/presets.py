@@ -48,7 +48,9 @@ class Preset:
     moe: tuple[str, str, str] | None = None  # (system, backend, kernel)
     deepep: str | None = None
     nodes: int = 1
+    ranks_per_node: int = 8
     nic_gbps: float = 0.0
+    fabric: str = "flat"
     assumed: tuple[tuple[str, Any, str], ...] = ()  # (field, value, why) where nothing was measured
 
 
@@ -56,6 +58,17 @@ H100_MOE = ("h100_sxm", "vllm", "vllm_unquantizedfusedmoe_triton_tritonexperts")
 PRESETS = (
     Preset("h100x8", "h100_sxm", ("h100_sxm", "2.29.2"), H100_MOE, "h100_sxm"),
     Preset("h100x16", "h100_sxm", ("h100_sxm", "2.29.2"), H100_MOE, "h100_sxm", nodes=2, nic_gbps=47.0),
+    Preset(
+        "h100x32",
+        "h100_sxm",
+        ("h100_sxm", "2.29.2"),
+        H100_MOE,
+        "h100_sxm",
+        nodes=4,
+        nic_gbps=47.0,
+        fabric="rail",
+        assumed=(("fabric", "rail", "one NDR port a GPU, one leaf a rail, full bisection (DGX SuperPOD, NVIDIA)"),),
+    ),
     Preset("h200x8", "h200_sxm", ("h200_sxm", "2.29.2"), ("h200_sxm", "vllm", "Triton, six published points")),
     Preset("a100x8", "a100_sxm_80g", ("a100_sxm", "2.27.3"), ("a100_sxm", "sglang", "sglang_fused_moe_triton")),
     Preset("h800x8", "h800_sxm", None, H100_MOE),
@@ -65,6 +78,20 @@ PRESETS = (
         ("b200_sxm", "2.29.2"),
         ("b200_sxm", "vllm", "vllm_unquantizedfusedmoe_flashinfer_trtllm_trtllmbf16experts"),
         "b200_sxm",
+    ),
+    Preset(
+        "gb200x72",
+        "gb200_nvl72",
+        ("gb200", "2.29.2"),
+        ("gb200", "vllm", "vllm_unquantizedfusedmoe_flashinfer_trtllm_trtllmbf16experts"),
+        ranks_per_node=72,
+        assumed=(
+            (
+                "alpha_us",
+                12.7,
+                "fit over 4 GPUs; published for 32 of a rack: one-sided dispatch of one token in 21 us (FlashInfer)",
+            ),
+        ),
     ),
     Preset(
         "mi300x8",
@@ -94,11 +121,14 @@ PRESETS = (
 
 
 def curves(table: pd.DataFrame, system: str, version: str) -> list[dict[str, Any]]:
-    """Latency by size of every collective over 2, 4 and 8 ranks, from one clean NCCL version."""
+    """Latency by size of every collective over 2, 4 and (where measured) 8 ranks, from one clean NCCL version."""
     picked = table[(table.system == system) & (table.nccl_version.astype(str) == version) & (table.dtype == "half")]
     made = []
+    measured = sorted(set(picked.num_gpus))
+    if not measured:
+        raise ValueError(f"no NCCL rows for {system}, NCCL {version}")
     for op in OPS:
-        for ranks in (2, 4, 8):
+        for ranks in measured:
             rows = picked[(picked.op == op) & (picked.num_gpus == ranks)].sort_values("bytes")
             if rows.empty:
                 raise ValueError(f"no {op} over {ranks} ranks for {system}, NCCL {version}")
@@ -138,7 +168,7 @@ def build(preset: Preset, data: Path) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "name": preset.name,
         "nodes": preset.nodes,
-        "ranks_per_node": 8,
+        "ranks_per_node": preset.ranks_per_node,
         "topology": {"switch": "switch", "full mesh": "mesh", "PCIe tree": "pcie"}[hardware.topology],
         "memory_gib": float(hardware.mem_GiB),
         "memory_gbps": float(hardware.mem_GBps),
@@ -146,6 +176,8 @@ def build(preset: Preset, data: Path) -> dict[str, Any]:
     }
     if not np.isnan(hardware.fp8_dense_TFLOPS):
         raw["fp8_tflops"] = float(hardware.fp8_dense_TFLOPS)
+    if preset.fabric != "flat":
+        raw["fabric"] = preset.fabric
     effective = pd.to_numeric(hardware.a2a_eff_GBps_n8, errors="coerce")
     if not np.isnan(effective):
         raw["link_gbps"] = float(effective)
@@ -189,7 +221,7 @@ def _experts(preset: Preset, data: Path, raw: dict[str, Any], said: dict[str, st
         return
     points = moe_points(pd.read_csv(data / "moe_fused_qwen3_30b_a3b.csv"), *preset.moe)
     spec = pd.read_csv(data / "hardware_presets.csv").set_index("preset")
-    measured_on = {"h100_sxm": "h100_sxm", "a100_sxm": "a100_sxm_80g", "l40s": "l40s_pcie"}
+    measured_on = {"a100_sxm": "a100_sxm_80g", "l40s": "l40s_pcie", "gb200": "gb200_nvl72"}
     chip: Any = spec.loc[measured_on.get(preset.moe[0], preset.moe[0])]
     law = fit_expert_law(points, *QWEN3, memory_gbps=float(chip.mem_GBps), tflops=float(chip.bf16_dense_TFLOPS))
     raw |= {

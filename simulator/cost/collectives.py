@@ -5,13 +5,16 @@ Inside a node of n ranks, with nccl-tests' count of bytes and curve_n the measur
     S_eq = max(largest egress, largest ingress) * n / (n - 1)        time = max(curve_n(S_eq), curve_2(2 * largest pair))
 
 All-reduce: S_eq is the buffer. On a mesh the largest pair has one link to itself: S_eq >= n * largest pair. Between
-nodes each rank has its NIC: nic_alpha + largest NIC load / nic_gbps; the tiers overlap, the slower one counts. Without a
-curve: alpha + bytes / bandwidth. Ranks that share cores (CPU) do each other's work: their load is
-max(largest * cores / n, mean) where cores < n.
+nodes the busiest NIC or the busiest uplinks of a leaf switch count: nic_alpha + NIC load / nic_gbps, or uplink load over
+their capacity (semmoe/wiring.py, semmoe/ports.py); the tiers overlap, the slower one counts. A curve measured over other
+numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Ranks that share
+cores (CPU) do each other's work: their load is max(largest * cores / n, mean) where cores < n.
 Worked example: 8 ranks, each sends 1 MiB to each other: egress 7 MiB, S_eq = 8 MiB.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +26,7 @@ from semmoe.traffic import Collective, Traffic
 
 from ..topology import Topology
 from .curves import Blend, CurveSet
-from .loads import Loads, hierarchical_loads, loads_of
+from .loads import Loads, loads_of
 from .low_latency import LowLatencyTable
 
 Float = NDArray[np.float64]
@@ -37,7 +40,6 @@ PHASE = {
     "combine": "combine",
 }
 NCCL_OP = {"srs": "reduce_scatter", "reduce_scatter": "reduce_scatter", "sag": "all_gather", "all_gather": "all_gather"}
-TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
 
 
 def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
@@ -72,7 +74,8 @@ class CollectiveCost:
         self.cluster, self.spec, self.ranks, self.slots_per_rank = cluster, spec, ranks, slots_per_rank
         self.allow_roofline = allow_roofline
         self.topology = Topology.of(cluster, ranks)
-        self.inner = self.topology.ranks_per_node
+        self.wiring = self.topology.wiring
+        self.inner = self.wiring.ranks_per_node
         self.marks: set[str] = set()
         self._curves = CurveSet(cluster.curves)
         self._picked: dict[str, Blend | None] = {}
@@ -80,8 +83,8 @@ class CollectiveCost:
         fits = spec.dispatcher == "low_latency" and self.topology.nodes == 1
         self._table = LowLatencyTable.of(cluster, ranks) if fits else None
 
-    def phases_us(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
-        """Microseconds per layer of "srs", "dispatch", "combine" and "sag". copies_LGN: see loads.node_copies."""
+    def phases_us(self, traffic: Traffic) -> dict[str, Float]:
+        """Microseconds per layer of "srs", "dispatch", "combine" and "sag"."""
         times: dict[str, Float] = {}
         if self.ranks == 1 or not traffic.tokens:
             return times
@@ -92,7 +95,7 @@ class CollectiveCost:
                 time = self._all_reduce_us(collective)
             else:
                 phase = PHASE[collective.op]
-                time = self._pairs_us(collective, traffic, copies_LGN)
+                time = self._pairs_us(collective, traffic)
             times[phase] = times[phase] + time if phase in times else time
         return times
 
@@ -101,14 +104,13 @@ class CollectiveCost:
         made: list[Collective] = []
         for c in traffic.collectives:
             if c.op == "expert_ids" and made and made[-1].op in ("sag", "all_gather"):
-                made[-1] = Collective(made[-1].op, made[-1].row_bytes + c.row_bytes, made[-1].rows_LGG)
+                made[-1] = replace(made[-1], row_bytes=made[-1].row_bytes + c.row_bytes)
             else:
                 made.append(c)
         return made
 
-    def _pairs_us(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Float:
-        assert c.rows_LGG is not None
-        loads = self._loads(c, traffic, copies_LGN)
+    def _pairs_us(self, c: Collective, traffic: Traffic) -> Float:
+        loads = loads_of(c, self.wiring)
         row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
         if loads.skewed and not self._skew_known:
             self.marks.add("skew_unvalidated")
@@ -118,36 +120,20 @@ class CollectiveCost:
         time = self._inside_us(c.op, loads, row_bytes, traffic)
         if self.topology.nodes > 1:
             self.marks.add("fitted")
-            time = np.maximum(time, self.cluster.nic_alpha_us + loads.nic_L * row_bytes / (self.cluster.nic_gbps * 1e3))
+            time = np.maximum(time, self._between_us(loads, row_bytes))
         return time
 
-    def _loads(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Loads:
-        assert c.rows_LGG is not None
-        if self.topology.nodes == 1 or self.sends_direct(c):
-            return loads_of(c.rows_LGG, self.inner)
-        outward = c.rows_LGG.swapaxes(1, 2) if c.op in TOWARDS_HOME else c.rows_LGG
-        copies = self.node_copies(c, traffic, copies_LGN)
-        return hierarchical_loads(np.ascontiguousarray(outward), copies, self.inner)
-
-    def sends_direct(self, c: Collective) -> bool:
-        """Whether rows go straight from rank to rank across nodes too, rather than one copy to each node."""
-        return c.op in ("dispatch", "combine") and self.spec.dispatcher in ("a2a_assignment", "low_latency")
-
-    def node_copies(
-        self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None
-    ) -> NDArray[np.integer] | None:
-        """Rows that each rank sends to each node; None: unknown, see hierarchical_loads."""
-        if c.op in ("dispatch", "combine") and self.spec.dispatcher != "allgather_rs":
-            return copies_LGN
-        shape = (*traffic.homes_LG.shape, self.topology.nodes)  # every token goes to every node once
-        return np.broadcast_to(traffic.homes_LG[:, :, None], shape)
+    def _between_us(self, loads: Loads, row_bytes: float) -> Float:
+        cluster = self.cluster
+        busiest_L = np.maximum(loads.nic_L, loads.leaf_L * cluster.oversubscription)
+        return cluster.nic_alpha_us + busiest_L * row_bytes / (cluster.nic_bundle_gbps * 1e3)
 
     def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> float:
         """Slot ids and gate weights, shared out over the rows that they travel with."""
         if self.spec.dispatcher == "allgather_rs":
             return float(self.spec.top_k * METADATA_BYTES)
-        rows = c.remote_rows_LGG().sum() if traffic.metadata_bytes else 0
-        return traffic.metadata_bytes / rows if rows else 0.0
+        rows = c.remote_bytes_L(self.ranks).sum() / c.row_bytes if traffic.metadata_bytes else 0.0
+        return float(traffic.metadata_bytes / rows) if rows else 0.0
 
     def _inside_us(self, op: str, loads: Loads, row_bytes: float, traffic: Traffic) -> Float:
         n = self.inner
@@ -202,8 +188,8 @@ class CollectiveCost:
             time = self._alpha_beta_us(share, share / (n - 1)) if curve is None else curve.time_us(size)
         if nodes > 1:  # reduce-scatter inside, all-reduce of the shares between nodes, all-gather inside
             self.marks.add("fitted")
-            across = 2 * (nodes - 1) / nodes * size / n
-            time = time + self.cluster.nic_alpha_us + across / (self.cluster.nic_gbps * 1e3)
+            across = 2 * (nodes - 1) / nodes * size / n * np.bincount(self.wiring.nic_G).max()
+            time = time + self.cluster.nic_alpha_us + across / (self.cluster.nic_bundle_gbps * 1e3)
         return time
 
     def _curve(self, op: str, ranks: int) -> Blend | None:

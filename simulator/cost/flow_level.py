@@ -12,10 +12,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.traffic import Collective, Traffic
+from semmoe.errors import UserError
+from semmoe.ports import relay
+from semmoe.traffic import TOWARDS_HOME, Collective, Traffic
 
 from ..flows import busiest_link_us, exchange_us
-from .collectives import TOWARDS_HOME, CollectiveCost
+from .collectives import CollectiveCost
 
 Float = NDArray[np.float64]
 
@@ -23,10 +25,12 @@ Float = NDArray[np.float64]
 class FlowCost(CollectiveCost):
     """CollectiveCost with the congestion of every layer's exchange; marks "flow_level"."""
 
-    def _pairs_us(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Float:
-        time = super()._pairs_us(c, traffic, copies_LGN)
+    def _pairs_us(self, c: Collective, traffic: Traffic) -> Float:
+        if c.rows_LGG is None:
+            raise UserError(f"cost.fidelity=flow needs the rows of every pair; over {self.ranks} ranks use bottleneck")
+        time = super()._pairs_us(c, traffic)
         self.marks.add("flow_level")
-        return time * np.array([self.congestion(rows_GG) for rows_GG in self._sent_LGG(c, traffic, copies_LGN)])
+        return time * np.array([self.congestion(rows_GG) for rows_GG in self.hops_LGG(c)])
 
     def congestion(self, bytes_GG: NDArray[np.number]) -> float:
         """Time of an exchange over that of its busiest link alone, at least 1."""
@@ -34,22 +38,19 @@ class FlowCost(CollectiveCost):
         alone = busiest_link_us(self.topology.graph, sent)
         return max(float(exchange_us(self.topology.graph, sent).max()) / alone, 1.0) if alone else 1.0
 
-    def _sent_LGG(self, c: Collective, traffic: Traffic, copies_LGN: NDArray[np.integer] | None) -> Float:
-        """Rows from rank to rank as they are put on links: direct, or by way of the same place on another node."""
+    def hops_LGG(self, c: Collective) -> Float:
+        """Rows from rank to rank as they are put on links: straight, or by way of the relay on another node."""
         assert c.rows_LGG is not None
-        hierarchical = self.topology.nodes > 1 and not self.sends_direct(c)
-        if not hierarchical:
+        if c.copies_LGN is None:
             return c.rows_LGG.astype(np.float64)
-        homeward, inner = c.op in TOWARDS_HOME, self.inner
-        rows = (c.rows_LGG.swapaxes(1, 2) if homeward else c.rows_LGG).astype(np.float64)
-        layers, ranks, _ = rows.shape
-        by_node = rows.reshape(layers, ranks, -1, inner)
-        copies = self.node_copies(c, traffic, copies_LGN)
-        sent = np.zeros_like(rows)
+        homeward, inner, ranks = c.op in TOWARDS_HOME, self.inner, self.ranks
+        rows_LGG = (c.rows_LGG.swapaxes(1, 2) if homeward else c.rows_LGG).astype(np.float64)
+        hops_LGG = np.zeros_like(rows_LGG)
         for s in range(ranks):
             for node in range(self.topology.nodes):
-                relay = node * inner + s % inner
-                sent[:, relay, node * inner : (node + 1) * inner] += by_node[:, s, node]
+                via, members = s, slice(node * inner, (node + 1) * inner)
                 if node != s // inner:
-                    sent[:, s, relay] += by_node[:, s, node].sum(axis=1) if copies is None else copies[:, s, node]
-        return sent.swapaxes(1, 2) if homeward else sent
+                    via = relay(s, node, inner, ranks)
+                    hops_LGG[:, s, via] += c.copies_LGN[:, s, node]
+                hops_LGG[:, via, members] += rows_LGG[:, s, members]
+        return hops_LGG.swapaxes(1, 2) if homeward else hops_LGG

@@ -54,9 +54,9 @@ class CostModel:
         self._whole = WholePass.of(cluster, model, tp)
         self._outside_marks: set[str] = set()
 
-    def collectives(self, traffic: Traffic, copies_LGN: NDArray[np.integer] | None = None) -> dict[str, Float]:
+    def collectives(self, traffic: Traffic) -> dict[str, Float]:
         """Milliseconds per layer of the phases srs, dispatch, combine and sag that the traffic has."""
-        return {name: time / 1e3 for name, time in self.network.phases_us(traffic, copies_LGN).items()}
+        return {name: time / 1e3 for name, time in self.network.phases_us(traffic).items()}
 
     def experts(self, rows_LG: NDArray[np.integer], active_LG: NDArray[np.integer]) -> Float:
         """Milliseconds per layer until the slowest rank's experts are done."""
@@ -115,9 +115,4 @@ class CostModel:
 
 def handled_rows_LG(traffic: Traffic) -> NDArray[np.int64]:
     """Rows that pass through each rank's hands: its experts' rows, those it sends and those that it receives."""
-    rows_LG = traffic.expert_rows_LG
-    for c in traffic.collectives:
-        if c.op == "dispatch" and c.rows_LGG is not None:
-            local_LG = np.diagonal(c.rows_LGG, axis1=1, axis2=2)
-            rows_LG = rows_LG + c.rows_LGG.sum(axis=2) + c.rows_LGG.sum(axis=1) - 2 * local_LG
-    return rows_LG
+    return traffic.expert_rows_LG + traffic.exchanged_rows_LG()

@@ -13,6 +13,7 @@ from semmoe.dispatch import DISPATCHERS, DispatchSpec, valid_pairs
 from semmoe.errors import UserError
 from semmoe.locality import LocalityMeter
 from semmoe.traffic import count_pairs_numba, count_pairs_numpy, count_traffic, differences
+from semmoe.wiring import Wiring
 
 
 def routes(tokens: int, layers: int, slots: int, k: int, ranks: int, seed: int):
@@ -131,11 +132,31 @@ def test_valid_pairs_are_the_table_of_the_design():
 def test_bytes_split_into_tiers_add_up():
     slots, homes = routes(50, 2, 8, 2, 4, 3)
     traffic = count_traffic(slots, homes, 8, 4, spec())
-    one, two = LocalityMeter(2, 4), LocalityMeter(2, 4, ranks_per_node=2)
+    one, two = LocalityMeter(2, 4), LocalityMeter(2, 4, Wiring.plain(4, 2))
     one.add(traffic)
     two.add(traffic)
     assert one.nic_bytes == 0 and two.nic_bytes > 0
     assert one.node_bytes == two.node_bytes + two.nic_bytes == traffic.payload_bytes()
+
+
+@pytest.mark.parametrize(("flow", "dispatcher"), valid_pairs())
+def test_counted_tiers_add_up_and_what_several_ranks_of_a_node_need_crosses_once(flow, dispatcher):
+    """Over the NICs: straight rows of a2a_assignment and low_latency, one copy a node of everything else."""
+    wiring, dispatch = Wiring.plain(4, 2), spec(flow, dispatcher)
+    slots, homes = routes(50, 2, 8, 2, 4, 3)
+    traffic = count_traffic(slots, None if flow == "tp_replicated" else homes, 8, 4, dispatch, wiring)
+    meter = LocalityMeter(2, 4, wiring)
+    meter.add(traffic)
+    assert meter.node_bytes + meter.nic_bytes == sum(meter.bytes_by_op.values()) > 0
+    if flow == "tp_replicated":
+        assert meter.node_bytes + meter.nic_bytes == traffic.payload_bytes() and meter.nic_bytes == 2 * 2 * 100 * 512
+        return
+    node_TLk, home_TL = slots // 4, np.broadcast_to(homes[:, None], (50, 2)) if homes.ndim == 1 else homes
+    away_TLk = node_TLk != home_TL[..., None] // 2
+    served = {"a2a_dedup": away_TLk.any(axis=2).sum(), "allgather_rs": 100}.get(dispatcher, away_TLk.sum())
+    once = sum(c.row_bytes for c in traffic.collectives if c.op in ("dispatch", "combine")) * served
+    around = sum(c.row_bytes for c in traffic.collectives if c.op not in ("dispatch", "combine")) * 100
+    assert meter.nic_bytes == once + around
 
 
 def test_differences_finds_one_lost_row():

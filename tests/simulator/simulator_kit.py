@@ -90,7 +90,7 @@ def timer_for(flow: str = "dp", dispatcher: str | None = "a2a_dedup", ranks: int
     scheduler = NoShuffle() if flow == "tp_shuffled" else None
     planner = StepPlanner(trace, placement, dispatch, scheduler)
     cost = CostModel(toy_model(), made, dispatch, ranks)
-    return StepTimer(planner, cost, LocalityMeter(3, ranks, made.ranks_per_node), full_model)
+    return StepTimer(planner, cost, LocalityMeter(3, ranks, cost.network.wiring), full_model)
 
 
 @cache

@@ -93,7 +93,8 @@ def test_two_nodes_wait_for_the_slower_tier():
 def test_all_gather_between_nodes_sends_one_copy_a_node():
     made, homes = cluster(4, nodes=2), np.full((1, 4), 5)
     outward = np.broadcast_to(homes[:, :, None], (1, 4, 4))
-    traffic = traffic_of("all_gather", outward[0])
+    once = Collective("all_gather", 1000.0, outward, copies_LGN=np.broadcast_to(homes[:, :, None], (1, 4, 2)))
+    traffic = replace(traffic_of("all_gather", outward[0]), collectives=(once,))
     times, _ = price(traffic, made, spec("tp_scattered", "a2a_assignment"))
     assert times["sag"] == pytest.approx(max(20 + 5 * 2, 10 + 5 + 5 * 1)), "one copy by NIC, two ranks' rows inside"
 

@@ -9,7 +9,8 @@ from simulator_kit import CONF, presets, spec
 from simulator.cost.collectives import CollectiveCost
 from simulator.presets import PRESETS, build, render
 
-NAMES = ("h100x8", "h200x8", "a100x8", "h800x8", "b200x8", "mi300x8", "l40sx8", "ascend910bx8", "h100x16", "local")
+NAMES = ("h100x8", "h200x8", "a100x8", "h800x8", "b200x8", "mi300x8", "l40sx8", "ascend910bx8", "local")
+NAMES += ("h100x16", "h100x32", "gb200x72")
 
 
 def test_the_promised_presets_exist_and_say_where_their_numbers_come_from():
@@ -46,5 +47,5 @@ def test_an_unmeasured_table_stops_the_script(shared_data):
     from simulator.presets import curves
 
     table = pd.read_csv(shared_data / "perfdata" / "nccl_intranode.csv")
-    with pytest.raises(ValueError, match=r"no all_reduce over 2 ranks for h100_sxm, NCCL 1\.0"):
+    with pytest.raises(ValueError, match=r"no NCCL rows for h100_sxm, NCCL 1\.0"):
         curves(table, "h100_sxm", "1.0")
