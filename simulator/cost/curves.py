@@ -5,8 +5,8 @@ bandwidth. Between two points the measured multiple of that line is interpolated
 come back exactly and protocol steps stay steps; of the ways tried (power law, straight line, monotone cubics) it is the
 one with the smallest error at sizes left out (results/validate.md). Below the smallest size the curve is the measured
 floor; above the largest, the last two points give the bandwidth. Over a number of ranks that nobody measured, it is
-interpolated in log(ranks) between the neighbours, or the nearest curve is used (extrapolated): each at the size with the
-same egress, of n ranks (n - 1) / n of the buffer.
+interpolated in log(ranks) between the neighbours, or the nearest curve is used (extrapolated) at the size with the same
+egress, which is (n - 1) / n of the buffer: 8 ranks from 4, above 1 MiB, median error 8 % instead of 10 % at the same size.
 Worked example: points (1 MB, 10 us), (4 MB, 28 us), line 10 us + 7 us/MB: multiples 10/17 and 28/38; at 2 MB the curve
 says (10 + 14) * sqrt(10/17 * 28/38) = 15.8 us.
 """
@@ -78,39 +78,38 @@ class CurveSet:
 
 
 class Blend:
-    """One curve, or two weighed in log(ranks), for sizes over `ranks` ranks. `marks`: what to say about the numbers."""
+    """One curve, or two weighed in log(ranks). scale: of sizes before they are looked up. `marks`: about the numbers."""
 
     def __init__(
-        self, low: LatencyCurve, high: LatencyCurve, weight: float, ranks: int, marks: frozenset[str] = frozenset()
+        self,
+        low: LatencyCurve,
+        high: LatencyCurve,
+        weight: float = 0.0,
+        scale: float = 1.0,
+        marks: frozenset[str] = frozenset(),
     ) -> None:
-        self.low, self.high, self.weight, self.marks = low, high, weight, marks
-        self._scale_low, self._scale_high = (_same_egress(ranks, curve.ranks) for curve in (low, high))
+        self.low, self.high, self.weight, self.scale, self.marks = low, high, weight, scale, marks
 
     @property
     def last_bytes(self) -> float:
-        return min(self.low.last_bytes / self._scale_low, self.high.last_bytes / self._scale_high)
+        return min(self.low.last_bytes, self.high.last_bytes) / self.scale
 
     def time_us(self, size_bytes: ArrayLike) -> Float:
-        size = np.asarray(size_bytes, dtype=np.float64)
-        low = self.low.time_us(size * self._scale_low)
+        size = np.asarray(size_bytes, dtype=np.float64) * self.scale
+        low = self.low.time_us(size)
         if self.weight == 0.0:
             return low
-        high = self.high.time_us(size * self._scale_high)
-        return np.exp((1 - self.weight) * np.log(low) + self.weight * np.log(high))
-
-
-def _same_egress(ranks: int, measured: int) -> float:
-    """Size over `measured` ranks with the egress of size 1 over `ranks` ranks."""
-    return (ranks - 1) / ranks * measured / (measured - 1) if ranks > 1 and measured > 1 else 1.0
+        return np.exp((1 - self.weight) * np.log(low) + self.weight * np.log(self.high.time_us(size)))
 
 
 def _blend(curves: dict[int, LatencyCurve], ranks: int) -> Blend:
     if ranks in curves:
-        return Blend(curves[ranks], curves[ranks], 0.0, ranks)
+        return Blend(curves[ranks], curves[ranks])
     below = [n for n in curves if n < ranks]
     above = [n for n in curves if n > ranks]
     if not below or not above:
-        nearest = curves[max(below)] if below else curves[min(above)]
-        return Blend(nearest, nearest, 0.0, ranks, frozenset({"extrapolated"}))
+        known = max(below) if below else min(above)
+        same_egress = (ranks - 1) / ranks * known / (known - 1) if min(ranks, known) > 1 else 1.0
+        return Blend(curves[known], curves[known], scale=same_egress, marks=frozenset({"extrapolated"}))
     low, high = max(below), min(above)
-    return Blend(curves[low], curves[high], float(np.log(ranks / low) / np.log(high / low)), ranks)
+    return Blend(curves[low], curves[high], float(np.log(ranks / low) / np.log(high / low)))

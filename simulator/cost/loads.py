@@ -39,8 +39,8 @@ class Loads:
 def loads_of(c: Collective, wiring: Wiring) -> Loads:
     """Loads of one exchange."""
     if wiring.nodes == 1 and c.rows_LGG is not None:
-        none_L = np.zeros(len(c.rows_LGG))
-        return Loads(*maxima(c.rows_LGG), none_L, none_L)
+        port, mean, pair = maxima(c.rows_LGG)
+        return Loads(port, mean, pair, np.zeros_like(port), np.zeros_like(port))
     return loads_of_ports(c.ports(wiring), wiring)
 
 

@@ -18,7 +18,7 @@ def test_every_measured_point_of_every_preset_is_hit_exactly():
         for curve in cluster.curves:
             np.testing.assert_allclose(LatencyCurve(curve).time_us(curve.bytes), curve.latency_us, rtol=1e-12)
             checked += 1
-    assert checked == 6 * 12
+    assert checked == 7 * 12 + 8
 
 
 def test_a_curve_is_monotone_wherever_its_points_are():
@@ -54,7 +54,9 @@ def test_other_numbers_of_ranks_are_interpolated_inside_and_marked_outside():
     curves = CurveSet([Curve(op="alltoall", ranks=n, bytes=(1000,), latency_us=(us,)) for n, us in ((2, 4), (8, 16))])
     inside, beyond = curves.pick(["alltoall"], 4), curves.pick(["alltoall"], 16)
     assert inside and inside.time_us(1000) == pytest.approx(8) and not inside.marks
-    assert beyond and beyond.time_us(1000) == pytest.approx(16) and beyond.marks == {"extrapolated"}
+    assert beyond and beyond.marks == {"extrapolated"}
+    same_egress = 1000 * (7 / 8) / (15 / 16)  # one point of 16 us says 16 us / 1000 bytes above it, 16 us below
+    assert beyond.time_us(same_egress) == pytest.approx(16) and beyond.time_us(2000) == pytest.approx(32 * 15 / 14)
 
 
 def test_the_most_specific_name_rules_and_an_unmeasured_operation_is_none():
