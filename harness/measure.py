@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from semmoe.errors import UserError
 from semmoe.rows import locality_columns
 from semmoe.run import Run
 from semmoe.served import served_columns
@@ -48,6 +49,7 @@ def measure_run(
 
     Raises UserError (RankError) when a rank fails or its output is wrong.
     """
+    check_measurable(run)
     task = measure_serve if run.kind == "serve" else measure_batches
     records: list[RankRecord] = pool.run(task, run, progress=progress)
     transport = str(run.cfg["transport"]["name"])
@@ -66,6 +68,7 @@ def measure_run(
             served["preemptions"],
             run.cfg["slo"],
             served["itl_ms"],
+            served["prefix_hit_rate"],
         )
     row |= {
         "environment": environment_json(pool.ranks),
@@ -74,3 +77,13 @@ def measure_run(
         "route_flips": records[0].route_flips,
     }
     return row, served.get("log")
+
+
+def check_measurable(run: Run) -> None:
+    """UserError for what only the simulator does."""
+    cached = run.kind == "serve" and run.cfg["serving"]["prefix_block_tokens"]
+    if cached and run.scope == "full_model" and any(r.prefix_ids for r in run.workload.requests):
+        raise UserError(
+            "measured requests of scope=full_model keep no KV for others: set serving.prefix_block_tokens=0 (no prefix "
+            "cache), or scope=moe_layers, where hits shorten the prefill"
+        )

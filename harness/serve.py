@@ -108,6 +108,7 @@ def measure_serve(context: RankContext, run: Run) -> RankRecord:
             "finish_ms_R": loop.finish_ms_R,
             "preemptions": loop.preemptions,
             "itl_ms": loop.itl_ms(),
+            "prefix_hit_rate": loop.prefix_hit_rate,
             "log": StepLog(
                 run.config_id,
                 server.plans,

@@ -20,11 +20,6 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all cached blocks."""
-        return len(self._users) * self.block_tokens
-
-    @property
     def idle_tokens(self) -> int:
         """Tokens of the blocks that could be evicted now."""
         return len(self._idle) * self.block_tokens
@@ -36,15 +31,17 @@ class PrefixCache:
         most = min(len(ids), (prompt_len - 1) // self.block_tokens)
         return next((i for i in range(most) if ids[i] not in self._users), most)
 
+    def idle_tokens_of(self, ids: Sequence[int]) -> int:
+        """How many tokens of these blocks nobody uses."""
+        return sum(block in self._idle for block in ids) * self.block_tokens
+
     def acquire(self, ids: Sequence[int]) -> int:
         """One more request uses these cached blocks; returns how many of their tokens were idle until now."""
-        woken = 0
+        woken = self.idle_tokens_of(ids)
         for block in ids:
-            if block in self._idle:
-                del self._idle[block]
-                woken += 1
+            self._idle.pop(block, None)
             self._users[block] += 1
-        return woken * self.block_tokens
+        return woken
 
     def add(self, block: int) -> bool:
         """A request has computed this block and uses it; False where it is cached already (the copy stays its own)."""
@@ -53,12 +50,14 @@ class PrefixCache:
         self._users[block] = 1
         return True
 
-    def release(self, ids: Sequence[int]) -> None:
-        """A request no longer uses these blocks, given from the prompt's beginning."""
+    def release(self, ids: Sequence[int]) -> int:
+        """A request no longer uses these blocks, given from the prompt's beginning; returns the tokens now idle."""
+        before = len(self._idle)
         for block in reversed(ids):
             self._users[block] -= 1
             if not self._users[block]:
                 self._idle[block] = None
+        return (len(self._idle) - before) * self.block_tokens
 
     def evict(self, tokens: int) -> int:
         """Drop idle blocks until `tokens` tokens are free; returns how many were freed."""

@@ -121,6 +121,9 @@ def _columns() -> dict[str, Column]:
         "throughput_rps": Column("float", "finished requests a second"),
         "goodput_rps": Column("float", "finished requests a second within the SLO"),
         "preemptions": Column("int", "requests restarted for lack of KV cache"),
+        "prefix_hit_rate": Column(
+            "float", "prompt tokens whose KV the request's rank held already / all prompt tokens"
+        ),
         "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
         "steps_file": Column("str", "log of the step plans beside the row, for simulate replay="),
     }

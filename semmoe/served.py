@@ -19,6 +19,7 @@ def served_columns(
     preemptions: int,
     slo: Mapping[str, float],
     itl_ms: NDArray[np.floating] | None = None,
+    prefix_hit_rate: float = 0.0,
 ) -> dict[str, Any]:
     """ttft, tpot, e2e, throughput and goodput. Times count from a request's arrival; NaN: not reached.
 
@@ -43,4 +44,5 @@ def served_columns(
         **summary_ms("itl", [] if itl_ms is None else itl_ms),
         **{name: float(value) for name, value in rates.items()},
         "preemptions": int(preemptions),
+        "prefix_hit_rate": float(prefix_hit_rate),
     }

@@ -3,132 +3,55 @@
 `submit(request, now_ms)`, `next_step(now_ms) -> StepPlan | wake_at_ms | None`, `complete(step, duration_ms, finished)`.
 The simulator drives it with predicted durations, the harness with measured ones. In attention-DP there is one queue a
 rank and all ranks step together (idle ranks hold no entry); in attention-TP one queue feeds all ranks (`queues = 1`).
+
+Prefill-decode disaggregation is two loops. The one that prefills holds a finished prompt's KV (`hold_kv`) until
+`free(request)`. The one that decodes gets requests with `submit(..., first_token_ms)`; as soon as it has room for the KV of
+one, it names it in `fetches()`, and the request decodes once `fetched(request)` says that the KV is there.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
+from .prefix_cache import PrefixCache
 from .schedule.base import RankStates, RequestScheduler, assign_all
+from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, TokenRows
 
-PREFILL, DECODE = 0, 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request. Its routes are rows token_start : token_start + prompt_len + output_len - 1 of the workload's
-    trace: the last output token is sampled but never fed back. token_period > 0: the rows repeat after so many.
-
-    prefix_ids: one id per KV block of the prompt, from its start, equal where prompts are declared equal so far.
-    """
-
-    id: int
-    arrival_ms: float
-    prompt_len: int
-    output_len: int
-    token_start: int = 0
-    token_period: int = 0
-    prefix_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.prompt_len < 1 or self.output_len < 1:
-            raise UserError(
-                f"request {self.id}: prompt_len={self.prompt_len} and output_len={self.output_len} must be >= 1"
-            )
-        if not (np.isfinite(self.arrival_ms) and self.arrival_ms >= 0):
-            raise UserError(f"request {self.id}: arrival_ms={self.arrival_ms} must be finite and not negative")
-
-    def rows(self, count: int) -> NDArray[np.int64]:
-        """Trace rows of its first `count` tokens."""
-        position = np.arange(count)
-        return self.token_start + (position % self.token_period if self.token_period else position)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """Where the routes of every request lie in the trace: see Request. period_R is None where none repeats."""
-
-    start_R: NDArray[np.int64]
-    period_R: NDArray[np.int64] | None = None
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> TokenRows:
-        start_R, period_R = (
-            np.array([getattr(r, n) for r in requests], np.int64) for n in ("token_start", "token_period")
-        )
-        return cls(start_R, np.where(period_R, period_R, np.iinfo(np.int64).max) if period_R.any() else None)
-
-
-@dataclass(frozen=True)
-class ServingLimits:
-    """Limits of a queue: tokens a step (chunked prefill fills what decode leaves), running requests, KV tokens.
-
-    prefix_block_tokens: tokens of a block of the prefix cache, what one id of Request.prefix_ids stands for; 0: no cache.
-    """
-
-    max_batch_tokens: int = 2048
-    max_running: int = 256
-    kv_tokens: int = 1 << 20
-    prefix_block_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        if self.prefix_block_tokens < 0:
-            raise UserError(f"serving.prefix_block_tokens={self.prefix_block_tokens} must be at least 0")
-        for name in ("max_batch_tokens", "max_running", "kv_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"serving.{name}={getattr(self, name)} must be at least 1")
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """One forward pass. Entry i: request_N[i] on queue rank_N[i] computes count_N[i] tokens from position start_N[i];
-    phase_N[i] is PREFILL or DECODE. After it, the entry's KV length is start + count."""
-
-    index: int
-    rank_N: NDArray[np.int64]
-    request_N: NDArray[np.int64]
-    phase_N: NDArray[np.int64]
-    start_N: NDArray[np.int64]
-    count_N: NDArray[np.int64]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.count_N.sum())
-
-    @property
-    def kv_len_N(self) -> NDArray[np.int64]:
-        return self.start_N + self.count_N
-
-    def token_rows(self, tokens: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(trace row, queue) of every token of the step, in entry order."""
-        total = self.num_tokens
-        first = np.cumsum(self.count_N) - self.count_N
-        begin_N, queue_T = tokens.start_R[self.request_N], np.repeat(self.rank_N, self.count_N)
-        if tokens.period_R is None:
-            return np.repeat(begin_N + self.start_N - first, self.count_N) + np.arange(total), queue_T
-        position_T = np.repeat(self.start_N - first, self.count_N) + np.arange(total)
-        period_T = np.repeat(tokens.period_R[self.request_N], self.count_N)
-        return np.repeat(begin_N, self.count_N) + position_T % period_T, queue_T
+__all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "StepPlan", "TokenRows"]
 
 
 @dataclass(eq=False)
 class _Queue:
+    cache: PrefixCache
     waiting: deque[int] = field(default_factory=deque)
     running: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class _Steady:
+    """A step in which every running request decodes and none waits: the next one is the same, one position on."""
+
+    rank_N: NDArray[np.int64]
+    request_N: NDArray[np.int64]
+    phase_N: NDArray[np.int64]
+    count_N: NDArray[np.int64]
+    count_G: NDArray[np.int64]
+
+
 class ServingLoop:
-    """Continuous batching with chunked prefill, a KV budget and preemption by recomputation (youngest first).
+    """Continuous batching with chunked prefill, a KV budget, prefix-cache hits and preemption by recomputation (youngest
+    first).
 
     scheduler: request scheduler, used when there is more than one queue; score_of(request) -> score_G or None;
     head_of(request) -> measured head counts_LE or None.
-    Requests that arrived since the last step are assigned together when the next step is formed.
+    Requests that arrived since the last step are assigned together when the next step is formed. kv_used_G: tokens of
+    running requests, a shared prefix once; cached blocks that nobody uses lie in the rest and make way.
     """
 
     def __init__(
@@ -139,6 +62,7 @@ class ServingLoop:
         scheduler: RequestScheduler | None = None,
         score_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
         head_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
+        hold_kv: bool = False,
     ) -> None:
         if queues > 1 and scheduler is None:
             raise UserError(f"{queues} queues need a request scheduler")
@@ -154,7 +78,9 @@ class ServingLoop:
                     f"{limits.kv_tokens} (raise serving.kv_tokens or shorten it)"
                 )
         self.limits, self.scheduler, self.score_of, self.head_of = limits, scheduler, score_of, head_of
-        self.queues = [_Queue() for _ in range(queues)]
+        self.hold_kv = hold_kv
+        self.queues = [_Queue(PrefixCache(limits.prefix_block_tokens)) for _ in range(queues)]
+        self._caching = bool(limits.prefix_block_tokens) and any(r.prefix_ids for r in self.requests)
         count = len(self.requests)
         self.prompt_R = np.array([r.prompt_len for r in self.requests], dtype=np.int64)
         self.output_R = np.array([r.output_len for r in self.requests], dtype=np.int64)
@@ -163,14 +89,20 @@ class ServingLoop:
         self.rank_R = np.full(count, -1, dtype=np.int64)
         self.computed_R = np.zeros(count, dtype=np.int64)  # tokens in the KV cache
         self.produced_R = np.zeros(count, dtype=np.int64)  # output tokens sampled
+        self.hit_tokens_R = np.full(count, -1, dtype=np.int64)  # prompt tokens found in the cache at the first start
         self.first_token_ms_R = np.full(count, np.nan)
         self.last_token_ms_R = np.full(count, np.nan)
         self.finish_ms_R = np.full(count, np.nan)
         self.kv_used_G = np.zeros(queues, dtype=np.int64)
         self.preemptions = 0
         self.steps = 0
+        self._held: dict[int, list[int]] = {}  # cached blocks that a request uses, from its prompt's beginning
+        self._loading_R = np.zeros(count, dtype=bool)  # admitted, its KV still on the way from another loop
+        self._remote_R = np.zeros(count, dtype=bool)  # its KV lies in another loop and has not been asked for
+        self._fetches: list[int] = []
         self._gaps_ms: list[NDArray[np.float64]] = []
         self._pending: list[int] = []
+        self._steady: _Steady | None = None
         self._in_flight: StepPlan | None = None
         self._now_ms = self._step_start_ms = 0.0
         self._unfinished = count
@@ -185,17 +117,43 @@ class ServingLoop:
         """Requests that have not ended, those that have not arrived included."""
         return self._unfinished
 
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Prompt tokens that were in the cache when their request first started, over all prompt tokens started."""
+        started = self.hit_tokens_R >= 0
+        total = int(self.prompt_R[started].sum())
+        return float(self.hit_tokens_R[started].sum()) / total if total else 0.0
+
     def itl_ms(self) -> NDArray[np.float64]:
         """Inter-token latencies so far: time between one output token of a request and its next, all requests."""
         return np.concatenate(self._gaps_ms) if self._gaps_ms else np.zeros(0)
 
-    def submit(self, request: Request, now_ms: float) -> None:
-        """Hand in a request; it takes part from the next step on."""
+    def submit(self, request: Request, now_ms: float, first_token_ms: float | None = None) -> None:
+        """Hand in a request; it takes part from the next step on. first_token_ms: another loop computed its prompt, whose
+        KV has to be fetched, and gave its first token then."""
         if self._submitted[request.id]:
             raise UserError(f"request {request.id} was submitted twice")
         self._submitted[request.id] = True
         self._now_ms = max(self._now_ms, now_ms)
         self._pending.append(request.id)
+        if first_token_ms is not None:
+            self._remote_R[request.id] = True
+            self.produced_R[request.id] = 1
+            self.first_token_ms_R[request.id] = self.last_token_ms_R[request.id] = first_token_ms
+
+    def fetches(self) -> list[int]:
+        """Requests whose KV has room here since the last call and should be sent now."""
+        wanted, self._fetches = self._fetches, []
+        return wanted
+
+    def fetched(self, request: int) -> None:
+        """The KV of a request from `fetches` has arrived."""
+        self._loading_R[request] = False
+        self._steady = None
+
+    def free(self, request: int) -> None:
+        """Give back the KV of a finished request that was held (`hold_kv`)."""
+        self._free_kv(request)
 
     def rank_states(self) -> RankStates:
         """What a request scheduler sees."""
@@ -211,18 +169,27 @@ class ServingLoop:
         )
 
     def next_step(self, now_ms: float) -> StepPlan | float | None:
-        """The next StepPlan; or the time of the next arrival when nothing can run; or None when nothing will ever."""
+        """The next StepPlan; or the time of the next arrival when nothing can run; or None when nothing will ever (or
+        until KV arrives that `fetches` asked for)."""
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.index} is still in flight; complete it first")
         self._now_ms = max(self._now_ms, now_ms)
         self._assign_pending()
-        parts: list[NDArray[np.int64]] = []
-        for rank, queue in enumerate(self.queues):
-            parts += self._plan_queue(rank, queue)
-        if not parts:
-            future = self.arrival_ms_R[~self._submitted]
-            return float(future.min()) if len(future) else None
-        self._in_flight = StepPlan(self.steps, *np.concatenate(parts, axis=1))
+        steady = self._steady
+        if steady is None or (steady.count_G > self.limits.kv_tokens - self.kv_used_G).any():
+            parts: list[NDArray[np.int64]] = []
+            for rank, queue in enumerate(self.queues):
+                parts += self._plan_queue(rank, queue)
+            if not parts:
+                future = self.arrival_ms_R[~self._submitted]
+                return float(future.min()) if len(future) else None
+            self._in_flight = StepPlan(self.steps, *np.concatenate(parts, axis=1))
+            self._steady = self._steady_after(self._in_flight)
+        else:
+            start_N = self.computed_R[steady.request_N]
+            self._in_flight = StepPlan(
+                self.steps, steady.rank_N, steady.request_N, steady.phase_N, start_N, steady.count_N
+            )
         self._step_start_ms = self._now_ms
         self.steps += 1
         return self._in_flight
@@ -236,20 +203,37 @@ class ServingLoop:
         self._in_flight = None
         self._now_ms = max(self._now_ms, self._step_start_ms + duration_ms)  # requests may have arrived meanwhile
         ids, early = step.request_N, set(finished)
-        self.computed_R[ids] += step.count_N
-        np.add.at(self.kv_used_G, step.rank_N, step.count_N)
-        sampled = ids[self.computed_R[ids] >= self.prompt_R[ids] + self.produced_R[ids]]
-        self.produced_R[sampled] += 1
-        gaps_ms = self._now_ms - self.last_token_ms_R[sampled]
-        self._gaps_ms.append(gaps_ms[~np.isnan(gaps_ms)])
+        computed_N = step.start_N + step.count_N
+        self.computed_R[ids] = computed_N
+        used_G = np.bincount(step.rank_N, weights=step.count_N, minlength=len(self.queues))
+        self.kv_used_G += used_G.astype(np.int64)
+        if self._caching:
+            self._cache_blocks(ids)
+        made_N = self.produced_R[ids]
+        ready = computed_N >= self.prompt_R[ids] + made_N
+        sampled, made_n = (ids, made_N + 1) if ready.all() else (ids[ready], made_N[ready] + 1)
+        self.produced_R[sampled] = made_n
+        last_ms = self.last_token_ms_R[sampled]
+        first = np.isnan(last_ms)
+        self._gaps_ms.append(self._now_ms - last_ms[~first])
         self.last_token_ms_R[sampled] = self._now_ms
-        new = sampled[np.isnan(self.first_token_ms_R[sampled])]
-        self.first_token_ms_R[new] = self._now_ms
-        over = sampled[self.produced_R[sampled] >= self.output_R[sampled]].tolist()
+        self.first_token_ms_R[sampled[first]] = self._now_ms
+        over = sampled[made_n >= self.output_R[sampled]].tolist()
         for request in over + [r for r in early if r not in over and r in sampled]:
-            self._release(request)
+            self.queues[int(self.rank_R[request])].running.remove(request)
+            self._steady = None
+            if not self.hold_kv:
+                self._free_kv(request)
             self.finish_ms_R[request] = self._now_ms
             self._unfinished -= 1
+
+    def _steady_after(self, plan: StepPlan) -> _Steady | None:
+        """The plan as what to repeat, where it holds all that there is to do and all of it decodes."""
+        running = sum(len(queue.running) for queue in self.queues)
+        if running != len(plan.request_N) or any(queue.waiting for queue in self.queues) or not plan.phase_N.all():
+            return None
+        count_G = np.bincount(plan.rank_N, minlength=len(self.queues))
+        return _Steady(plan.rank_N, plan.request_N, plan.phase_N, plan.count_N, count_G)
 
     def _prefill_left(self, request: int) -> int:
         return int(max(self.prompt_R[request] + self.produced_R[request] - self.computed_R[request], 0))
@@ -258,14 +242,10 @@ class ServingLoop:
         """Tokens that each request has yet to compute before its next output token."""
         return np.maximum(self.prompt_R[ids] + self.produced_R[ids] - self.computed_R[ids], 0)
 
-    def _release(self, request: int) -> None:
-        rank = int(self.rank_R[request])
-        self.queues[rank].running.remove(request)
-        self.kv_used_G[rank] -= self.computed_R[request]
-
     def _assign_pending(self) -> None:
         if not self._pending:
             return
+        self._steady = None
         pending = [self.requests[r] for r in self._pending]
         self._pending = []
         if len(self.queues) == 1:
@@ -276,27 +256,30 @@ class ServingLoop:
             stacked = np.stack([s for s in scores if s is not None]) if scores and scores[0] is not None else None
             heads = [self.head_of(request) for request in pending] if self.head_of else []
             known = [h for h in heads if h is not None] if heads and heads[0] is not None else None
-            ranks = assign_all(self.scheduler, pending, stacked, self.rank_states(), known)
+            states = self.rank_states()
+            if self._caching:
+                states = replace(states, prefix_hit_tokens_RG=self._known_hits(pending))
+            ranks = assign_all(self.scheduler, pending, stacked, states, known)
         for request, rank in zip(pending, ranks, strict=True):
             self.rank_R[request.id] = rank
             self.queues[rank].waiting.append(request.id)
 
     def _plan_queue(self, rank: int, queue: _Queue) -> list[NDArray[np.int64]]:
         """Entries of one queue, [5, n] arrays of (rank, request, phase, start, count): decode, started prompts, new."""
+        if not (queue.running or queue.waiting):
+            return []
         budget, kv_free = self.limits.max_batch_tokens, int(self.limits.kv_tokens - self.kv_used_G[rank])
         running = np.array(queue.running, dtype=np.int64)
-        decodes = (self._left(running) == 1) & (self.produced_R[running] > 0)
+        decodes = (self._left(running) == 1) & (self.produced_R[running] > 0) & ~self._loading_R[running]
         while decodes.sum() > kv_free:
-            victim = queue.running[-1]
-            kv_free += int(self.computed_R[victim])
-            self._preempt(rank, queue, victim)
+            kv_free += self._preempt(rank, queue, queue.running[-1])
             running, decodes = running[:-1], decodes[:-1]
         decoding = running[decodes]
         kv_free -= len(decoding)
         decoding = decoding[:budget]
         budget -= len(decoding)
         prefill: list[tuple[int, int]] = []
-        for request in running[~decodes].tolist():
+        for request in running[~decodes & ~self._loading_R[running]].tolist():
             left = self._prefill_left(request)
             count = max(min(left, budget, kv_free), 0)
             if count > 0:
@@ -305,35 +288,93 @@ class ServingLoop:
             kv_free -= left  # the rest of a started prompt stays reserved against new ones
         while queue.waiting and budget > 0 and len(queue.running) < self.limits.max_running:
             request = queue.waiting[0]
-            left = self._prefill_left(request)
-            if left + 1 > kv_free:
+            needed = self._admit(rank, queue, request, kv_free)
+            if not needed:
                 break
-            queue.waiting.popleft()
-            queue.running.append(request)
-            count = min(left, budget)
-            prefill.append((request, count))
-            budget -= count
-            kv_free -= left
+            kv_free -= needed
+            if not self._loading_R[request]:
+                count = min(self._prefill_left(request), budget)
+                prefill.append((request, count))
+                budget -= count
         parts = []
         if len(decoding):
             parts.append(self._entries(rank, decoding, DECODE, np.ones_like(decoding)))
         if prefill:
             ids, counts = np.array(prefill, dtype=np.int64).T
             parts.append(self._entries(rank, ids, PREFILL, counts))
-        if not parts and len(queue.running) > 1:
+        if not parts and len(queue.running) > 1 and not self._loading_R[queue.running].any():
             self._preempt(rank, queue, queue.running[-1])  # started prompts block each other: restart the youngest
             return self._plan_queue(rank, queue)
         return parts
+
+    def _admit(self, rank: int, queue: _Queue, request: int, kv_free: int) -> int:
+        """Start the waiting request if its KV fits into kv_free; the KV tokens that it takes or reserves, 0 if it does
+        not fit. Blocks of its prefix that the rank holds are computed already."""
+        asked, remote = self.requests[request], bool(self._remote_R[request])
+        ids = asked.prefix_ids if self._caching and not remote else ()
+        blocks = queue.cache.hit_blocks(ids, asked.prompt_len)
+        hit, woken = blocks * self.limits.prefix_block_tokens, queue.cache.idle_tokens_of(ids[:blocks])
+        needed = self._prefill_left(request) - hit + woken
+        if needed + 1 > kv_free:
+            return 0
+        queue.waiting.popleft()
+        queue.running.append(request)
+        if remote:
+            self._remote_R[request], self._loading_R[request] = False, True
+            self._fetches.append(request)
+            self.computed_R[request] = asked.prompt_len
+            self.kv_used_G[rank] += asked.prompt_len
+            return needed
+        if self.hit_tokens_R[request] < 0:
+            self.hit_tokens_R[request] = hit
+        if blocks:
+            self._held[request] = list(ids[:blocks])
+            self.kv_used_G[rank] += queue.cache.acquire(ids[:blocks])
+            self.computed_R[request] = hit
+        return needed
 
     def _entries(self, rank: int, ids: NDArray[np.int64], phase: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         entries = np.empty((5, len(ids)), dtype=np.int64)
         entries[0], entries[1], entries[2], entries[3], entries[4] = rank, ids, phase, self.computed_R[ids], counts
         return entries
 
-    def _preempt(self, rank: int, queue: _Queue, victim: int) -> None:
-        """Give back all KV of the youngest running request; prompt and output will be recomputed."""
+    def _preempt(self, rank: int, queue: _Queue, victim: int) -> int:
+        """Give back all KV of the youngest running request, whose tokens will be recomputed; returns the tokens freed."""
         queue.running.remove(victim)
         queue.waiting.appendleft(victim)
-        self.kv_used_G[rank] -= self.computed_R[victim]
+        before = int(self.kv_used_G[rank])
+        self._free_kv(victim)
         self.computed_R[victim] = 0
+        self._loading_R[victim] = False
+        self._steady = None
         self.preemptions += 1
+        return before - int(self.kv_used_G[rank])
+
+    def _free_kv(self, request: int) -> None:
+        rank, held = int(self.rank_R[request]), self._held.pop(request, [])
+        self.kv_used_G[rank] -= self.computed_R[request] - len(held) * self.limits.prefix_block_tokens
+        if held:
+            self.kv_used_G[rank] -= self.queues[rank].cache.release(held)
+
+    def _known_hits(self, pending: Sequence[Request]) -> NDArray[np.int64]:
+        """Prompt tokens [R, G] of each request whose KV a rank holds now."""
+        blocks = [[q.cache.hit_blocks(r.prefix_ids, r.prompt_len) for q in self.queues] for r in pending]
+        return np.array(blocks, dtype=np.int64) * self.limits.prefix_block_tokens
+
+    def _cache_blocks(self, ids: NDArray[np.int64]) -> None:
+        """Cache the blocks of declared prefixes that these requests have computed, and keep to the KV budget.
+
+        A block that another request cached meanwhile is used from there on, and the copy is dropped.
+        """
+        size = self.limits.prefix_block_tokens
+        for request in ids.tolist():
+            asked = self.requests[request]
+            held = self._held.get(request, [])
+            whole = min(int(self.computed_R[request]), asked.prompt_len) // size
+            cache, rank = self.queues[int(self.rank_R[request])].cache, int(self.rank_R[request])
+            for block in asked.prefix_ids[len(held) : whole]:
+                self._held.setdefault(request, []).append(block)
+                if not cache.add(block):
+                    self.kv_used_G[rank] += cache.acquire([block]) - size
+        for rank, queue in enumerate(self.queues):
+            queue.cache.evict(int(self.kv_used_G[rank]) + queue.cache.idle_tokens - self.limits.kv_tokens)

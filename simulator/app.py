@@ -43,7 +43,8 @@ def simulate(run: Run) -> dict[str, Any]:
 
 def served(loop: ServingLoop, slo: Mapping[str, float]) -> dict[str, Any]:
     """Serving columns of a finished loop."""
-    return served_columns(loop.requests, loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions, slo, loop.itl_ms())
+    times = (loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions)
+    return served_columns(loop.requests, *times, slo, loop.itl_ms(), loop.prefix_hit_rate)
 
 
 def step_timer(run: Run) -> StepTimer:
