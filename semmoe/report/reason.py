@@ -43,8 +43,10 @@ def _reasons(line: Any, base: Any, ours: dict[str, float], theirs: dict[str, flo
     if bytes_before > 0 and exchange > 0:
         fewer, sooner = 1 - bytes_after / bytes_before, 1 - ours["exchange"] / exchange
         if fewer > 0.05 and sooner < FOLLOWS * fewer:
-            told.append(f"Bytes fall by {100 * fewer:.0f} %, exchange time {'falls' if sooner > 0 else 'rises'} by {abs(100 * sooner):.0f} %: "
-                        "start-up and waiting, not bytes, set its time.")  # fmt: skip
+            moved = f"{'falls' if sooner > 0 else 'rises'} by {abs(100 * sooner):.0f} %"
+            told.append(
+                f"Bytes fall by {100 * fewer:.0f} %, exchange time {moved}: start-up and waiting, not bytes, set its time."
+            )
     if line[f"lar_{counted}"] - base[f"lar_{counted}"] < 0.03:
         told.append("Locality hardly moved.")
     if line.imbalance_step > 1.05 * base.imbalance_step:
