@@ -24,7 +24,8 @@ from .exchange import best_experts, exchange, value
 class Sample(Protocol):
     """S training tokens (rows of the trace) and how each would be predicted in a layer had its request not been seen."""
 
-    rows_S: NDArray[np.int64]
+    @property
+    def rows_S(self) -> NDArray[np.int64]: ...
 
     def share_SE(self, layer: int) -> NDArray[np.float32]:
         """Expected share of the token's choices that go to each expert."""

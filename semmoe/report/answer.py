@@ -81,7 +81,7 @@ def _best(lines: pd.DataFrame) -> Judged | None:
     alike = tried[outcomes == outcome]
     local = alike[f"lar_{'measured' if side == 'measured' else 'replayed'}"]
     place = local.idxmax() if outcome == "even" and local.notna().any() else alike.gain_pct.idxmax()
-    line = alike.loc[place]
+    line = alike.loc[place]  # type: ignore[call-overload]
     base = lines[lines.configuration == line.baseline]
     return Judged(line, base.iloc[0], side, outcome, len(tried)) if len(base) else None
 
