@@ -18,8 +18,10 @@ class LocalityMeter:
 
     def __init__(self, num_layers: int, ep_size: int, wiring: Wiring | None = None) -> None:
         self.wiring = wiring or Wiring.plain(ep_size)
-        self.assignment_pairs_LGG = np.zeros((num_layers, ep_size, ep_size), dtype=np.int64)
-        self.rank_pairs_LGG = np.zeros((num_layers, ep_size, ep_size), dtype=np.int64)
+        pairs = 0 if self.wiring.wide else ep_size
+        self.assignment_pairs_LGG = np.zeros((num_layers, pairs, pairs), dtype=np.int64)
+        self.rank_pairs_LGG = np.zeros((num_layers, pairs, pairs), dtype=np.int64)
+        self._assignments_L, self._local_L, self._remote_pairs_L = (np.zeros(num_layers, np.int64) for _ in range(3))
         self.homes_LG = np.zeros((num_layers, ep_size), dtype=np.int64)
         self.rows_LG = np.zeros((num_layers, ep_size), dtype=np.int64)
         self.bytes_by_op: dict[str, float] = {}
@@ -29,8 +31,13 @@ class LocalityMeter:
         self._counted = 0
 
     def add(self, traffic: Traffic) -> None:
-        self.assignment_pairs_LGG += traffic.assignment_pairs_LGG
-        self.rank_pairs_LGG += traffic.rank_pairs_LGG
+        if self.wiring.wide:
+            self._assignments_L += traffic.assignments_L()
+            self._local_L += traffic.local_assignments_L()
+            self._remote_pairs_L += traffic.remote_rank_pairs_L()
+        else:
+            self.assignment_pairs_LGG += traffic.assignment_pairs_LGG
+            self.rank_pairs_LGG += traffic.rank_pairs_LGG
         self.homes_LG += traffic.homes_LG
         self.rows_LG += traffic.expert_rows_LG
         self.tokens += traffic.tokens
@@ -62,12 +69,13 @@ class LocalityMeter:
         return float(rows[0]) * c.row_bytes, float(rows[1]) * c.row_bytes, float(rows[2]) * c.row_bytes
 
     def lar_per_layer_L(self) -> NDArray[np.float64]:
-        total_L = self.assignment_pairs_LGG.sum(axis=(1, 2))
-        local_L = np.trace(self.assignment_pairs_LGG, axis1=1, axis2=2)
+        total_L = self._assignments_L + self.assignment_pairs_LGG.sum(axis=(1, 2))
+        local_L = self._local_L + np.trace(self.assignment_pairs_LGG, axis1=1, axis2=2)
         return np.divide(local_L, total_L, out=np.full(len(total_L), np.nan), where=total_L > 0)
 
     def fan_out_per_layer_L(self) -> NDArray[np.float64]:
         remote_L = self.rank_pairs_LGG.sum(axis=(1, 2)) - np.trace(self.rank_pairs_LGG, axis1=1, axis2=2)
+        remote_L += self._remote_pairs_L
         tokens_L = self.homes_LG.sum(axis=1)
         return np.divide(remote_L, tokens_L, out=np.full(len(tokens_L), np.nan), where=tokens_L > 0)
 

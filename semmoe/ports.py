@@ -57,25 +57,25 @@ class Ports:
 
 def straight_ports(rows_LGG: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Rows sent straight from rank to rank, rows_LGG[l, s, d]."""
-    return Ports(*_straight(_plain(rows_LGG), *_shape(wiring)))
+    return Ports(*_straight(as_int64(rows_LGG), *wiring_arrays(wiring)))
 
 
 def relayed_ports(rows_LGG: NDArray[np.integer], copies_LGN: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Hierarchical: rows_LGG[l, s, d] distinct rows of s that rank d needs, copies_LGN[l, s, n] those that any rank of
     node n needs (its own node's entry does not count)."""
-    return Ports(*_relayed(_plain(rows_LGG), _plain(copies_LGN), *_shape(wiring)))
+    return Ports(*_relayed(as_int64(rows_LGG), as_int64(copies_LGN), *wiring_arrays(wiring)))
 
 
 def gathered_ports(homes_LG: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Hierarchical, every row to every rank: homes_LG[l, s] rows of rank s."""
-    return Ports(*_gathered(_plain(homes_LG), *_shape(wiring)))
+    return Ports(*_gathered(as_int64(homes_LG), *wiring_arrays(wiring)))
 
 
-def _plain(rows: NDArray[np.integer]) -> Int:
+def as_int64(rows: NDArray[np.integer]) -> Int:
     return np.ascontiguousarray(rows, dtype=np.int64)  # one compiled version for all
 
 
-def _shape(wiring: Wiring) -> tuple[int, Int, Int, int]:
+def wiring_arrays(wiring: Wiring) -> tuple[int, Int, Int, int]:
     return wiring.ranks_per_node, wiring.nic_G, wiring.leaf_N, len(wiring.nics_F)
 
 
@@ -87,7 +87,7 @@ def relay(source, node, inner, ranks):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _empty(layers, ranks, inner, nic_G, leaves):  # type: ignore[no-untyped-def]
+def no_rows(layers, ranks, inner, nic_G, leaves):  # type: ignore[no-untyped-def]
     near = np.zeros((layers, ranks, inner), dtype=np.int64)
     nics = nic_G.max() + 1
     out, into = np.zeros((layers, nics), dtype=np.int64), np.zeros((layers, nics), dtype=np.int64)
@@ -96,7 +96,7 @@ def _empty(layers, ranks, inner, nic_G, leaves):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down):  # type: ignore[no-untyped-def]
+def cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down):  # type: ignore[no-untyped-def]
     """Put rows from s to d on the links between their nodes."""
     out[layer, nic_G[s]] += rows
     into[layer, nic_G[d]] += rows
@@ -109,7 +109,7 @@ def _cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down):  # type: igno
 @numba.njit(cache=True)
 def _straight(rows_LGG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks, _ = rows_LGG.shape
-    near, out, into, up, down = _empty(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
     for layer in range(layers):
         for s in range(ranks):
             for d in range(ranks):
@@ -117,14 +117,14 @@ def _straight(rows_LGG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untype
                 if s // inner == d // inner:
                     near[layer, s, d % inner] += rows
                 elif rows:
-                    _cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down)
+                    cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down)
     return near, out, into, up, down
 
 
 @numba.njit(cache=True)
 def _relayed(rows_LGG, copies_LGN, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks, _ = rows_LGG.shape
-    near, out, into, up, down = _empty(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
     for layer in range(layers):
         for s in range(ranks):
             for d in range(ranks):
@@ -133,21 +133,21 @@ def _relayed(rows_LGG, copies_LGN, inner, nic_G, leaf_N, leaves):  # type: ignor
             for node in range(copies_LGN.shape[2]):
                 if node != s // inner:
                     to = relay(s, node, inner, ranks)
-                    _cross(layer, s, to, copies_LGN[layer, s, node], nic_G, leaf_N, out, into, up, down)
+                    cross(layer, s, to, copies_LGN[layer, s, node], nic_G, leaf_N, out, into, up, down)
     return near, out, into, up, down
 
 
 @numba.njit(cache=True)
 def _gathered(homes_LG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks = homes_LG.shape
-    near, out, into, up, down = _empty(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
     nodes = (ranks + inner - 1) // inner
     for layer in range(layers):
         for s in range(ranks):
             for node in range(nodes):
                 to = s if node == s // inner else relay(s, node, inner, ranks)
                 if to != s:
-                    _cross(layer, s, to, homes_LG[layer, s], nic_G, leaf_N, out, into, up, down)
+                    cross(layer, s, to, homes_LG[layer, s], nic_G, leaf_N, out, into, up, down)
                 near[layer, to, to % inner] += homes_LG[layer, s]  # what a rank holds, it passes on to its node
         for g in range(ranks):
             held = near[layer, g, g % inner]

@@ -175,14 +175,19 @@ def count_traffic(
         raise ValueError("homes are needed in every flow but tp_replicated")
     if homes_TL is None:
         rows_LG, active_LG = count_rows(slots_TLk, num_slots, ep_size)
-        zero = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
+        pairs = 0 if wiring is not None and wiring.wide else ep_size
+        zero = np.zeros((layers, pairs, pairs), dtype=np.int64)
         return with_collectives(
             Traffic(np.zeros((layers, ep_size), dtype=np.int64), zero, zero, rows_LG, active_LG, tokens=tokens), spec
         )
     homes = np.broadcast_to(homes_TL[:, None], (tokens, layers)) if homes_TL.ndim == 1 else homes_TL
     homes = np.ascontiguousarray(homes)
-    homes_LG, pairs, rank_pairs, active = count_pairs_numba(slots_TLk, homes, num_slots, ep_size)
-    traffic = Traffic(homes_LG, pairs, rank_pairs, pairs.sum(axis=1), active, tokens=tokens)
+    if wiring is not None and wiring.wide:
+        from .wide import count_wide
+
+        return count_wide(slots_TLk, homes, num_slots, ep_size, spec, wiring)
+    homes_LG, assigned, rank_pairs, active = count_pairs_numba(slots_TLk, homes, num_slots, ep_size)
+    traffic = Traffic(homes_LG, assigned, rank_pairs, assigned.sum(axis=1), active, tokens=tokens)
     if wiring is None or wiring.nodes == 1:
         return with_collectives(traffic, spec)
     copies = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, wiring.nodes))  # every row to every node once

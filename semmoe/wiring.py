@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .specs import ClusterSpec
 
 Int = NDArray[np.int64]
+PAIRS_UP_TO = 128  # ranks; beyond, over several nodes, sums by port stand for pairs (semmoe/wide.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,11 @@ class Wiring:
     @property
     def nodes(self) -> int:
         return -(-self.ranks // self.ranks_per_node)
+
+    @property
+    def wide(self) -> bool:
+        """Whether Traffic holds sums by port instead of pairs."""
+        return self.ranks > PAIRS_UP_TO and self.nodes > 1
 
     @property
     def node_G(self) -> Int:

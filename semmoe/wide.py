@@ -1,0 +1,140 @@
+"""Traffic over many ranks: port sums stand for the pairs, whose matrices would grow with layers * ranks^2.
+
+Counted in one pass over the routes: rows per expert, rows that each rank sends and receives, and the rows on every link of
+the dispatch (semmoe/ports.py), straight or with one copy a node. What is gathered everywhere follows from the homes alone.
+Cost: tokens * layers * k + layers * ranks * (ranks of a node + nodes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from .dispatch import METADATA_BYTES, DispatchSpec
+from .ports import Ports, cross, gathered_ports, no_rows, relay, wiring_arrays
+from .traffic import Collective, Int, Traffic
+from .wiring import Wiring
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WideTraffic(Traffic):
+    """Traffic without pairs (their arrays are [L, 0, 0]); the sums over them are fields."""
+
+    assignments_sum_L: Int
+    local_L: Int
+    remote_pairs_L: Int
+    exchanged_LG: Int
+
+    def assignments_L(self) -> Int:
+        return self.assignments_sum_L
+
+    def local_assignments_L(self) -> Int:
+        return self.local_L
+
+    def remote_rank_pairs_L(self) -> Int:
+        return self.remote_pairs_L
+
+    def exchanged_rows_LG(self) -> Int:
+        return self.exchanged_LG
+
+
+def count_wide(
+    slots_TLk: NDArray[np.integer],
+    homes_TL: NDArray[np.integer],
+    num_slots: int,
+    ep_size: int,
+    spec: DispatchSpec,
+    wiring: Wiring,
+) -> WideTraffic:
+    """What traffic.count_traffic counts, of any flow with homes, without pair matrices."""
+    tokens, layers, k = slots_TLk.shape
+    dedup, gathered = spec.dispatcher == "a2a_dedup", spec.dispatcher == "allgather_rs"
+    counted = count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, *wiring_arrays(wiring))
+    homes_LG, hits_LP, local_L, pairs_L, exchanged_LG, *links = counted
+    everywhere = gathered_ports(homes_LG, wiring) if gathered or spec.flow != "dp" else None
+    around = everywhere if gathered else Ports(*links)
+    assert around is not None
+    if gathered:
+        total_L = homes_LG.sum(axis=1, keepdims=True)
+        exchanged_LG = homes_LG * (ep_size - 1) + total_L - homes_LG
+        metadata = float((total_L * (ep_size - 1)).sum() * k * METADATA_BYTES)
+    else:
+        metadata = float((tokens * layers * k - local_L.sum()) * METADATA_BYTES)
+    collectives = [
+        Collective("dispatch", spec.dispatch_row_bytes, counted=around),
+        Collective("combine", spec.combine_row_bytes, counted=around.reversed()),
+    ]
+    if spec.flow != "dp":
+        assert everywhere is not None
+        before, after = ("srs", "sag") if spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
+        collectives.insert(0, Collective(before, spec.row_bytes, counted=everywhere.reversed()))
+        collectives.append(Collective(after, spec.row_bytes, counted=everywhere))
+        if spec.carry_expert_ids:
+            collectives.append(Collective("expert_ids", spec.top_k * 2.0, counted=everywhere))
+    none = np.zeros((layers, 0, 0), dtype=np.int64)
+    by_rank = hits_LP.reshape(layers, ep_size, -1)
+    return WideTraffic(
+        homes_LG=homes_LG,
+        assignment_pairs_LGG=none,
+        rank_pairs_LGG=none,
+        expert_rows_LG=by_rank.sum(axis=2),
+        active_experts_LG=(by_rank > 0).sum(axis=2),
+        collectives=tuple(collectives),
+        tokens=tokens,
+        metadata_bytes=metadata,
+        assignments_sum_L=np.full(layers, tokens * k, dtype=np.int64),
+        local_L=local_L,
+        remote_pairs_L=pairs_L,
+        exchanged_LG=exchanged_LG,
+    )
+
+
+@numba.njit(cache=True)
+def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
+    """(homes_LG, hits_LP, local_L, remote_pairs_L, exchanged_LG, near, out, into, up, down); links as in Ports.
+
+    dedup: one copy a node, relayed there; otherwise one row an assignment, straight.
+    """
+    tokens, layers, k = slots_TLk.shape
+    near, out, into, up, down = no_rows(layers, ep_size, inner, nic_G, leaves)
+    homes, hits = np.zeros((layers, ep_size), dtype=np.int64), np.zeros((layers, num_slots), dtype=np.int64)
+    local, pairs = np.zeros(layers, dtype=np.int64), np.zeros(layers, dtype=np.int64)
+    exchanged = np.zeros((layers, ep_size), dtype=np.int64)
+    rank_of = np.arange(num_slots) // (num_slots // ep_size)
+    node_of = np.arange(ep_size) // inner
+    seen, seen_node, stamp = np.zeros(ep_size, dtype=np.int64), np.zeros(ep_size // inner + 1, dtype=np.int64), 0
+    for t in range(tokens):
+        for layer in range(layers):
+            home = homes_TL[t, layer]
+            here = node_of[home]
+            homes[layer, home] += 1
+            stamp += 1
+            for j in range(k):
+                slot = slots_TLk[t, layer, j]
+                rank = rank_of[slot]
+                hits[layer, slot] += 1
+                local[layer] += rank == home
+                first = seen[rank] != stamp
+                seen[rank] = stamp
+                pairs[layer] += first and rank != home
+                if dedup and not first:
+                    continue
+                node = node_of[rank]
+                if rank != home:
+                    exchanged[layer, home] += 1
+                    exchanged[layer, rank] += 1
+                via = home
+                if node != here:
+                    if dedup:
+                        via = relay(home, node, inner, ep_size)
+                        if seen_node[node] != stamp:
+                            cross(layer, home, via, 1, nic_G, leaf_N, out, into, up, down)
+                    else:
+                        cross(layer, home, rank, 1, nic_G, leaf_N, out, into, up, down)
+                        continue
+                seen_node[node] = stamp
+                near[layer, via, rank % inner] += 1
+    return homes, hits, local, pairs, exchanged, near, out, into, up, down
