@@ -125,6 +125,9 @@ class StepPlanner:
         if not self.placement.has_replicas:
             return gather_slots(self.trace.experts_TLk, rows_T, self.placement.first_slot_LE)
         assert self.replica_router is not None
+        at_once = getattr(self.replica_router, "slots_of_layers", None)
+        if at_once is not None and homes_TL is not None:
+            return np.asarray(at_once(self.trace.experts_TLk, rows_T, homes_TL, self.placement))
         slots_TLk = np.empty((len(rows_T), self.trace.num_layers, self.trace.top_k), dtype=np.int32)
         for layer in range(self.trace.num_layers):
             homes_T = np.full(len(rows_T), -1) if homes_TL is None else homes_TL[:, layer]

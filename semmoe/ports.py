@@ -82,8 +82,8 @@ def wiring_arrays(wiring: Wiring) -> tuple[int, Int, Int, int]:
 @numba.njit(cache=True)
 def relay(source, node, inner, ranks):  # type: ignore[no-untyped-def]
     """The rank of the source's place on another node (of a smaller last node: its place modulo the node's ranks)."""
-    members = min(inner, ranks - node * inner)
-    return node * inner + (source % inner) % members
+    to = node * inner + source % inner
+    return to if to < ranks else node * inner + (source % inner) % (ranks - node * inner)
 
 
 @numba.njit(cache=True)

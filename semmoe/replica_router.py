@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from .placement.base import Placement
 
+TILE = 256  # tokens
+
 
 class Local:
     """Home rank's replica, else a replica by a hash of (token row in the batch, expert): stateless and even."""
@@ -19,7 +21,21 @@ class Local:
         self, experts_Tk: NDArray[np.integer], homes_T: NDArray[np.integer], placement: Placement, layer: int
     ) -> NDArray[np.int32]:
         """slots_Tk; homes_T is -1 where a token has no home (tp_replicated)."""
-        return local_slots(experts_Tk, homes_T, placement.logical_to_physical_LEX[layer], placement.slots_per_rank)
+        homes_TL = np.ascontiguousarray(homes_T, dtype=np.int64)[:, None]
+        experts_TLk = np.ascontiguousarray(experts_Tk, dtype=np.int16)[:, None]
+        tables = placement.logical_to_physical_LEX[layer : layer + 1], placement.replicas_LE[layer : layer + 1]
+        return local_slots(experts_TLk, np.arange(len(homes_T)), homes_TL, *tables, placement.slots_per_rank)[:, 0]
+
+    def slots_of_layers(
+        self,
+        experts_NLk: NDArray[np.integer],
+        rows_T: NDArray[np.integer],
+        homes_TL: NDArray[np.integer],
+        placement: Placement,
+    ) -> NDArray[np.int32]:
+        """slots_TLk of all layers at once, for rows rows_T of a trace: what `slots` says, layer by layer."""
+        tables = placement.logical_to_physical_LEX, placement.replicas_LE
+        return local_slots(experts_NLk, rows_T, homes_TL, *tables, placement.slots_per_rank)
 
 
 class LeastLoaded:
@@ -51,17 +67,29 @@ def _at_home(slots_X, home, slots_per_rank):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def local_slots(experts_Tk, homes_T, table_EX, slots_per_rank):  # type: ignore[no-untyped-def]
-    tokens, k = experts_Tk.shape
-    slots = np.empty((tokens, k), dtype=np.int32)
-    for t in range(tokens):
-        for j in range(k):
-            e = experts_Tk[t, j]
-            slot, copies = _at_home(table_EX[e], homes_T[t], slots_per_rank)
-            if slot < 0:  # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
-                mixed = ((t * 31 + e) * 2654435761) & 0xFFFFFFFF
-                slot = table_EX[e, (mixed >> 16) % copies]
-            slots[t, j] = slot
+def local_slots(experts_NLk, rows_T, homes_TL, table_LEX, replicas_LE, slots_per_rank):  # type: ignore[no-untyped-def]
+    tokens, (layers, k) = len(rows_T), experts_NLk.shape[1:]
+    slots = np.empty((tokens, layers, k), dtype=np.int32)
+    for step in range(
+        (tokens + TILE - 1) // TILE * layers
+    ):  # a tile of tokens in one layer: its table stays in the cache
+        layer, begin = step % layers, step // layers * TILE
+        for t in range(begin, min(begin + TILE, tokens)):
+            first = homes_TL[t, layer] * slots_per_rank  # of the home rank; negative where there is no home
+            for j in range(k):
+                e = np.uint64(experts_NLk[rows_T[t], layer, j])
+                copies = np.uint32(replicas_LE[layer, e])
+                slot = table_LEX[layer, e, 0]
+                if copies > 1:
+                    # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
+                    mixed = np.uint32((np.uint64(t * 31) + e) * np.uint64(2654435761))
+                    slot = table_LEX[layer, e, (mixed >> np.uint32(16)) % copies]
+                    for x in range(copies):
+                        held = table_LEX[layer, e, x]
+                        if first <= held < first + slots_per_rank:
+                            slot = held
+                            break
+                slots[t, layer, j] = slot
     return slots
 
 

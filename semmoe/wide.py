@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dispatch import METADATA_BYTES, DispatchSpec
-from .ports import Ports, cross, gathered_ports, no_rows, relay, wiring_arrays
+from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
 from .traffic import Collective, Int, Traffic
 from .wiring import Wiring
+
+
+TILE = 256  # tokens
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,38 +106,53 @@ def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, l
     homes, hits = np.zeros((layers, ep_size), dtype=np.int64), np.zeros((layers, num_slots), dtype=np.int64)
     local, pairs = np.zeros(layers, dtype=np.int64), np.zeros(layers, dtype=np.int64)
     exchanged = np.zeros((layers, ep_size), dtype=np.int64)
-    rank_of = np.arange(num_slots) // (num_slots // ep_size)
-    node_of = np.arange(ep_size) // inner
-    seen, seen_node, stamp = np.zeros(ep_size, dtype=np.int64), np.zeros(ep_size // inner + 1, dtype=np.int64), 0
-    for t in range(tokens):
+    rank_of = (np.arange(num_slots) // (num_slots // ep_size)).astype(np.uint32)
+    node_of = (np.arange(ep_size) // inner).astype(np.uint32)
+    place_of = (np.arange(ep_size) % inner).astype(np.uint32)
+    leaf_of = leaf_N[nic_G]
+    relay_of = np.zeros((node_of[-1] + 1, inner), dtype=np.uint32)
+    for node in range(len(relay_of)):
+        for place in range(inner):
+            relay_of[node, place] = relay(place, node, inner, ep_size)
+    seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(ep_size // inner + 1, dtype=np.uint32)
+    stamp = np.uint32(0)
+    for begin in range(0, tokens, TILE):  # routes of a tile and counters of a layer both stay in the cache
         for layer in range(layers):
-            home = homes_TL[t, layer]
-            here = node_of[home]
-            homes[layer, home] += 1
-            stamp += 1
-            for j in range(k):
-                slot = slots_TLk[t, layer, j]
-                rank = rank_of[slot]
-                hits[layer, slot] += 1
-                local[layer] += rank == home
-                first = seen[rank] != stamp
-                seen[rank] = stamp
-                pairs[layer] += first and rank != home
-                if dedup and not first:
-                    continue
-                node = node_of[rank]
-                if rank != home:
-                    exchanged[layer, home] += 1
-                    exchanged[layer, rank] += 1
-                via = home
-                if node != here:
-                    if dedup:
-                        via = relay(home, node, inner, ep_size)
-                        if seen_node[node] != stamp:
-                            cross(layer, home, via, 1, nic_G, leaf_N, out, into, up, down)
-                    else:
-                        cross(layer, home, rank, 1, nic_G, leaf_N, out, into, up, down)
+            for t in range(begin, min(begin + TILE, tokens)):
+                home = np.uint64(homes_TL[t, layer])
+                here, place = node_of[home], place_of[home]
+                stamp += np.uint32(1)
+                remote, sent, crossed = 0, 0, 0
+                for j in range(k):
+                    slot = np.uint64(slots_TLk[t, layer, j])  # unsigned: no test for a negative index
+                    rank = np.uint64(rank_of[slot])
+                    hits[layer, slot] += 1
+                    first = seen[rank] != stamp
+                    seen[rank] = stamp
+                    away = rank != home
+                    remote += away
+                    pairs[layer] += away and first
+                    if dedup and not first:
                         continue
-                seen_node[node] = stamp
-                near[layer, via, rank % inner] += 1
+                    sent += away
+                    exchanged[layer, rank] += away
+                    node, via = np.uint64(node_of[rank]), home
+                    if node != here:
+                        via = rank
+                        if dedup:
+                            via = np.uint64(relay_of[node, place])
+                        if not dedup or seen_node[node] != stamp:
+                            seen_node[node] = stamp
+                            crossed += 1
+                            into[layer, nic_G[via]] += 1
+                            if leaves > 1 and leaf_of[via] != leaf_of[home]:
+                                up[layer, leaf_of[home]] += 1
+                                down[layer, leaf_of[via]] += 1
+                        if not dedup:
+                            continue
+                    near[layer, via, place_of[rank]] += 1
+                homes[layer, home] += 1
+                local[layer] += k - remote
+                exchanged[layer, home] += sent
+                out[layer, nic_G[home]] += crossed
     return homes, hits, local, pairs, exchanged, near, out, into, up, down

@@ -89,6 +89,11 @@ class Placement:
         return slots
 
     @cached_property
+    def replicas_LE(self) -> NDArray[np.int32]:
+        """Number of slots of every expert."""
+        return np.asarray((self.logical_to_physical_LEX >= 0).sum(axis=2), dtype=np.int32)
+
+    @cached_property
     def first_slot_LE(self) -> NDArray[np.int32]:
         """The first (without replicas: the only) slot of every expert."""
         return np.ascontiguousarray(self.logical_to_physical_LEX[:, :, 0])
