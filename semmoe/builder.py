@@ -124,8 +124,15 @@ def _fit_key(cfg: dict[str, Any], ep_size: int, recipe: Recipe) -> list[Any]:
         ep_size,
         recipe.home,
         recipe.spec.flow,
-        cfg["cluster"].get("name"),
+        _tiers(cfg, recipe.cluster),
     ]
+
+
+def _tiers(cfg: dict[str, Any], cluster: ClusterSpec) -> Any:
+    """What a placement may depend on in a cluster: our own look at its link tiers alone, anybody else's at all of it."""
+    if not str(cfg["placement"].get("_target_")).startswith("semmoe."):
+        return cluster.digest
+    return [cluster.ranks_per_node, cluster.link_gbps / cluster.nic_gbps if cluster.nodes > 1 else 1.0]
 
 
 def _axes(

@@ -73,6 +73,15 @@ PRESETS = (
     Preset("a100x8", "a100_sxm_80g", ("a100_sxm", "2.27.3"), ("a100_sxm", "sglang", "sglang_fused_moe_triton")),
     Preset("h800x8", "h800_sxm", None, H100_MOE),
     Preset(
+        "h20x8",
+        "h20_96g",
+        assumed=(
+            ("memory_efficiency", 0.85, "assumed as on H100: no BF16 MoE table"),
+            ("max_mfu", 0.75, "assumed: a seventh of H100's FLOPS behind more bandwidth is easier to keep busy"),
+            ("mfu_half_rows", 24.0, "assumed: H100's over the ratio of their FLOPS: no BF16 MoE table"),
+        ),
+    ),
+    Preset(
         "b200x8",
         "b200_sxm",
         ("b200_sxm", "2.29.2"),

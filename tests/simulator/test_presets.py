@@ -9,7 +9,7 @@ from simulator_kit import CONF, presets, spec
 from simulator.cost.collectives import CollectiveCost
 from simulator.presets import PRESETS, build, render
 
-NAMES = ("h100x8", "h200x8", "a100x8", "h800x8", "b200x8", "mi300x8", "l40sx8", "ascend910bx8", "local")
+NAMES = ("h100x8", "h200x8", "a100x8", "h800x8", "h20x8", "b200x8", "mi300x8", "l40sx8", "ascend910bx8", "local")
 NAMES += ("h100x16", "h100x32", "gb200x72")
 
 
