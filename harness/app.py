@@ -23,9 +23,10 @@ from semmoe.steplog import step_log_path
 
 from .calibrate import QUICK, Effort, collect
 from .environment import environment, usable_cores
-from .fit import cluster_dict, residuals
+from .fit import cluster_dict
 from .measure import measure_run
 from .pool import open_pool
+from .residuals import busy_warning, load_1min, residuals, spread, table
 from .torchrun import follow, is_follower
 
 
@@ -62,24 +63,28 @@ def calibrate(run: Run, effort: Effort = QUICK) -> Path:
     if is_follower():
         follow(_timeout_s(run))
         return path
+    load = load_1min()
     with open_pool(run.ep_size, _timeout_s(run)) as pool, _Bars() as bars:
         samples = collect(pool, run, effort, bars.show)
     memory_gib = psutil.virtual_memory().total / 2**30
     content = cluster_dict(run, samples, usable_cores(), memory_gib, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
     ClusterSpec.from_dict(content)  # what is written must be readable
     report = residuals(samples, content, run.ep_size)
+    warning = busy_warning(load, usable_cores(), spread(samples))
     raw = {
-        "environment": environment(run.ep_size),
-        "collectives_us": [[*key, *map(float, us)] for key, us in samples.collectives.items()],
+        "environment": environment(run.ep_size) | {"load_1min": load, "spread": spread(samples), "warning": warning},
+        "collectives_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.collectives.items()],
+        "first_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.first.items()],
+        "local_us": [[list(key), us_GS] for key, us_GS in samples.raw.items()],
         "experts_us": [[*key, *us] for key, us in samples.experts.items()],
-        "local_us": [[*key, *value] for key, value in samples.local.items()],
         "attention_us": [[*work, us] for work, us in samples.attention.items()],
-        "residuals": report,
+        "residuals": [line._asdict() for line in report],
     }
     write_atomically(path.with_suffix(".samples.json"), json.dumps(raw, indent=1))
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
-    for what, figure, meaning in report:
-        print(f"{what:40s} {figure:7.3f} {meaning}")
+    print(table(report))
+    if warning:
+        print(f"semmoe calibrate: warning: {warning}", file=sys.stderr)
     print(f"written: {path}")
     return path
 

@@ -1,9 +1,10 @@
 """Calibrate: single operations of this machine's ranks, measured and written as a cluster file.
 
-What is timed: every transport operation at several sizes (balanced, and skewed as a check), the experts over a grid,
-gate, index work and planning by rows; of the tiny model also attention and LM head. Never a composed layer.
+What is timed: every transport operation at several sizes, balanced and skewed, the experts over a grid, gate, index work
+and planning by rows; of the tiny model also attention and LM head. Never a composed layer; but each as a layer meets it,
+after other work rather than in a loop of its own (rotation.py).
 Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
-per_row_ns "gate", "permute.a2a_dedup", "plan.tp_shuffled", "attention.token", "head".
+per_row_ns "gate", "permute.a2a_dedup", "plan.tp_shuffled", "attention.token", "head"; host_us.start; skew "dispatch.port".
 Sizes of curves count bytes as nccl-tests does: of balanced traffic, the bytes that leave a rank * n / (n - 1).
 """
 
@@ -27,9 +28,11 @@ from .fit import Samples, steady
 from .layer import build_layers
 from .pool import Pool
 from .reference.gate import Gating
-from .single_attention import is_tiny, time_attention, time_ends
-from .single_local import time_experts, time_index_work, time_machine, time_planning
-from .single_ops import time_collectives
+from .rotation import rotate
+from .single_attention import attention_operations, end_operations, is_tiny
+from .single_local import expert_operations, gate_operations, permute_operations, plan_operations, time_machine
+from .single_ops import Case, time_collectives
+from .skew import skewed_cases
 from .stack import open_transport
 from .transport.codec import torch_dtype
 from .weights import RandomWeights
@@ -38,6 +41,13 @@ from .worker import RankContext
 HOME_OPS = ("srs", "sag", "reduce_scatter", "all_gather", "all_reduce", "gather_rows", "reduce_rows")
 EXCHANGES = ("dispatch", "combine", "alltoall")
 SLOT_OPS = ("dispatch_slots", "combine_slots")
+INDEX_WORK = (  # (flow, dispatcher) whose packing and sorting is timed
+    ("dp", "a2a_dedup"),
+    ("dp", "a2a_assignment"),
+    ("dp", "allgather_rs"),
+    ("dp", "low_latency"),
+    ("tp_replicated", None),
+)
 Progress = Callable[[str, int, int], None]
 
 
@@ -52,9 +62,9 @@ class Effort:
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
     planned_tokens: tuple[int, ...] = (64, 256, 1024)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
-    samples: int = 10
-    inner: int = 4
-    local_samples: int = 15
+    samples: int = 8
+    inner: int = 3  # calls in a row, the first of which is kept apart
+    local_samples: int = 10
 
 
 QUICK = Effort()
@@ -62,6 +72,7 @@ THOROUGH = Effort(
     home_rows=(1, 4, 16, 64, 128, 256, 512, 2048),
     sent_rows=(3, 12, 60, 120, 240, 480, 960, 3840),
     samples=30,
+    inner=4,
     local_samples=40,
 )
 
@@ -72,7 +83,7 @@ def collect(
     """Measure everything on the pool. run: gives the model's shape, ranks, placement, dtype and traces."""
     samples = Samples()
     parts = pool.run(local_work_task, run, effort, progress=lambda done, total: progress("local work", done, total))
-    _keep_local(samples, parts)
+    _keep_local(samples, parts, run.model.num_moe_layers)
     busy_us = work_between_collectives_us(samples, effort)
     for members, cases in _collective_cases(effort, pool.ranks):
         parts = pool.run(
@@ -88,24 +99,37 @@ def collect(
             progress=lambda done, total: progress("collectives", done, total),
         )
         for case in cases:
-            per_rank = np.array([part[case] for part in parts[:members]])
-            samples.collectives[(*case, members)] = per_rank.max(axis=0).tolist()
+            slowest_S2 = np.array([part[case] for part in parts[:members]]).max(axis=0)
+            samples.first[case, members], samples.collectives[case, members] = slowest_S2.T.tolist()
     return samples
 
 
-def _keep_local(samples: Samples, parts: list[dict[str, Any]]) -> None:
-    """What the ranks found in `local_work_task`, averaged over samples and ranks."""
-    together = [part["together"] for part in parts]
-    for key in together[0]:
-        cpu, wall = ([float(np.mean(part[key][i])) for part in together] for i in (0, 1))
-        samples.experts[key] = (float(np.mean(cpu)), max(wall), float(np.mean(parts[0]["alone"][key][0])))
-    for key in parts[0]["index"]:
-        rows, us = zip(*(part["index"][key] for part in parts), strict=True)
-        samples.local[key] = (float(np.mean(rows)), float(np.mean([steady(u) for u in us])))
-    for key in parts[0]["plan"]:  # all ranks plan the same step: the slowest counts
-        samples.local[key] = (float(key[1]), max(steady(part["plan"][key][1]) for part in parts))
-    for work in parts[0]["attention"]:
-        samples.attention[work] = float(np.mean([steady(part["attention"][work]) for part in parts]))
+def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> None:
+    """What the ranks found in `local_work_task`: raw samples, and their means over samples and ranks."""
+    handled = {key: float(np.mean([part["handled"][key] for part in parts])) for key in parts[0]["handled"]}
+    for key in parts[0]["times"]:
+        cpu_GS, wall_GS = (np.array([part["times"][key][:, i] for part in parts]) for i in (0, 1))
+        samples.raw[key] = (wall_GS if key[0].startswith("plan.") else cpu_GS).tolist()
+        cpu_us, slowest_us = float(np.mean([steady(s) for s in cpu_GS])), max(steady(s) for s in wall_GS)
+        if key[0] == "experts":
+            samples.experts[key[1:]] = (cpu_us, slowest_us)
+        elif key[0] == "attention":
+            samples.attention[key[1]] = cpu_us
+        elif key[0].startswith("plan."):  # all ranks plan the same step: the slowest counts
+            samples.local[key] = (float(key[1]), slowest_us)
+        else:  # a name, the tokens, and in permute a part of the whole
+            what, tokens = key[:2]
+            rows, before_us = (
+                handled.get((what, tokens), float(tokens)),
+                samples.local.get((what, tokens), (0.0, 0.0))[1],
+            )
+            samples.local[what, tokens] = (rows, before_us + cpu_us)
+    for tokens in [key[1] for key in samples.local if key[0] == "plan.look_up"]:
+        look_up_us, shuffle_us = (
+            samples.local.pop(("plan.look_up", tokens))[1],
+            samples.local["plan.tp_scattered", tokens][1],
+        )
+        samples.local["plan.tp_shuffled", tokens] = (float(tokens), look_up_us / layers + shuffle_us)
     samples.machine = parts[0]["machine"]
 
 
@@ -113,43 +137,35 @@ def work_between_collectives_us(samples: Samples, effort: Effort) -> float:
     """CPU microseconds that a rank computes between two exchanges: gate, index work and experts of a layer of middling
     size, over the two exchanges of a dispatcher."""
     tokens = effort.local_tokens[len(effort.local_tokens) // 2]
-    experts_us = float(np.median([cpu for cpu, _, _ in samples.experts.values()]))
+    experts_us = float(np.median([cpu for cpu, _ in samples.experts.values()]))
     return (samples.local["gate", tokens][1] + samples.local["permute.a2a_dedup", tokens][1] + experts_us) / 2
 
 
-def _collective_cases(effort: Effort, ranks: int) -> list[tuple[int, list[tuple[str, int, float]]]]:
+def _collective_cases(effort: Effort, ranks: int) -> list[tuple[int, list[Case]]]:
     """(members, cases): everything over all ranks, the raw all-to-all and all-reduce over two."""
-    full = [(op, rows, 0.0) for op in HOME_OPS for rows in effort.home_rows]
-    full += [(op, rows, 0.0) for op in EXCHANGES for rows in effort.sent_rows]
-    full += [(op, rows, 0.0) for op in SLOT_OPS for rows in effort.places]
-    full += [(op, effort.sent_rows[2], 0.5) for op in ("dispatch", "combine")]
-    full += [(op, effort.home_rows[2], 0.5) for op in ("srs", "sag")]
-    full += [("barrier", 0, 0.0)]
+    full = [Case(op, rows) for op in HOME_OPS for rows in effort.home_rows]
+    full += [Case(op, rows) for op in EXCHANGES for rows in effort.sent_rows]
+    full += [Case(op, rows) for op in SLOT_OPS for rows in effort.places]
+    full += skewed_cases(effort.sent_rows, effort.home_rows, ranks)
+    full += [Case("barrier", 0)]
     if ranks <= 2:
         return [(ranks, full)] if ranks > 1 else []
-    return [(ranks, full), (2, [(op, rows, 0.0) for op in ("alltoall", "all_reduce") for rows in effort.home_rows])]
+    return [(ranks, full), (2, [Case(op, rows) for op in ("alltoall", "all_reduce") for rows in effort.home_rows])]
 
 
 def local_work_task(context: RankContext, run: Run, effort: Effort) -> dict[str, Any]:
-    """Task of every rank: experts, index work, planning and the machine's own rates, each in a loop of its own."""
+    """Task of every rank: experts, index work, planning, attention and LM head in one rotation, and the machine's rates."""
     placement, source = run.fitted.placement, RandomWeights(run.model, 1.0, int(run.cfg["seed"]))
     transport = open_transport(context, "collective")
-    flows: tuple[tuple[str, str | None], ...] = (
-        ("dp", "a2a_dedup"),
-        ("dp", "a2a_assignment"),
-        ("dp", "allgather_rs"),
-        ("dp", "low_latency"),
-        ("tp_replicated", None),
-    )
+    most = max(effort.local_tokens)
     layers = {}
-    for flow, dispatcher in flows:
+    for flow, dispatcher in INDEX_WORK:
         spec = _spec(run, flow, dispatcher)
-        (layer,) = build_layers(
-            transport, spec, placement, source, Gating.of(run.model), max_tokens=max(effort.local_tokens), layers=[0]
-        )
+        (layer,) = build_layers(transport, spec, placement, source, Gating.of(run.model), max_tokens=most, layers=[0])
         layers[dispatcher or flow] = layer
-    first = layers["a2a_dedup"]
-    grid = expert_grid_points(placement.slots_per_rank, effort.rows_per_expert)
+    several = build_layers(
+        transport, _spec(run, "dp", "a2a_dedup"), placement, source, Gating.of(run.model), max_tokens=most
+    )
     predictor = TokenTable()
     predictor.fit(Profile.fit(run.train))
     planner = StepPlanner(
@@ -161,14 +177,15 @@ def local_work_task(context: RankContext, run: Run, effort: Effort) -> dict[str,
         run.recipe.make_replica_router() if placement.has_replicas else None,
         run.recipe.home_cap,
     )
-    tiny = is_tiny(run.model)
-    ends = time_ends(context, effort.entries, effort.local_samples) if tiny else {}
+    operations = expert_operations(several, expert_grid_points(placement.slots_per_rank, effort.rows_per_expert))
+    operations |= gate_operations(several[0], effort.local_tokens)
+    index_work, handled = permute_operations(layers, effort.local_tokens)
+    operations |= index_work | plan_operations(context, planner, effort.planned_tokens)
+    if is_tiny(run.model):
+        operations |= attention_operations(context) | end_operations(context, effort.entries)
     return {
-        "index": time_index_work(context, layers, effort.local_tokens, effort.local_samples) | ends,
-        "attention": time_attention(context, effort.local_samples) if tiny else {},
-        "together": time_experts(context, first, grid, effort.local_samples, alone=False),
-        "alone": time_experts(context, first, grid, effort.local_samples, alone=True),
-        "plan": time_planning(context, planner, effort.planned_tokens, effort.local_samples),
+        "times": rotate(context, operations, effort.local_samples),
+        "handled": handled,
         "machine": time_machine(context, torch_dtype(run.spec.activation_dtype), effort.local_samples),
     }
 

@@ -13,7 +13,8 @@ from semmoe.dispatch import METADATA_BYTES
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
-from .single_ops import META_INTS
+from .single_ops import META_INTS, Case
+from .skew import fit_skew
 
 # curve names of a transport operation, as the cost model looks them up
 CURVE_NAMES = {
@@ -28,12 +29,15 @@ CURVE_NAMES = {
 
 @dataclass(eq=False)
 class Samples:
-    """Raw microseconds. collectives[op, rows, skew, ranks][sample]: slowest rank; experts[active, rows each]: (CPU of
-    all at once, wall of all at once, CPU alone), mean over samples; local[what, tokens]: (rows handled, mean);
-    attention[tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny model)."""
+    """Microseconds. collectives[case, ranks][sample]: calls in a row, slowest rank; first: that after a barrier.
+    experts[active, rows each]: (CPU while all ranks work, wall of the slowest), means; local[what, tokens]: (rows
+    handled, mean); attention[tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny
+    model); raw[operation][rank][sample]: of local work."""
 
-    collectives: dict[tuple[str, int, float, int], list[float]] = field(default_factory=dict)
-    experts: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+    collectives: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
+    first: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
+    raw: dict[tuple[Any, ...], list[list[float]]] = field(default_factory=dict)
+    experts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     local: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     attention: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     machine: dict[str, float] = field(default_factory=dict)
@@ -45,7 +49,9 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
     host_us, per_row_ns = fit_local(samples)
     block_us, work_ns = fit_attention(samples)
     host_us, per_row_ns = host_us | block_us, per_row_ns | work_ns
-    host_us["barrier"] = float(np.mean(samples.collectives["barrier", 0, 0.0, ranks])) if ranks > 1 else 0.0
+    host_us["barrier"] = steady(samples.collectives[Case("barrier", 0), ranks]) if ranks > 1 else 0.0
+    host_us["start"] = start_us(samples, ranks)
+    weights = fit_skew(balanced_and_skewed(samples, ranks), ranks)
     curves = curves_of(samples, ranks, run)
     slowest = [c for c in curves if c["op"] == "alltoall" and c["ranks"] == ranks]
     last = slowest[0] if slowest else {"bytes": [1.0], "latency_us": [1.0]}
@@ -63,6 +69,7 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
         "cores": cores,
         "host_us": {name: round(value, 3) for name, value in host_us.items()},
         "per_row_ns": {name: round(value, 3) for name, value in per_row_ns.items()},
+        "skew": {name: round(value, 4) for name, value in weights.items()},
         "curves": curves,
         "expert_grid": [[a * r, a, round(us[0], 3)] for (a, r), us in sorted(samples.experts.items())],
         "expert_grid_shape": [run.model.hidden, run.model.expert_ffn],
@@ -70,19 +77,31 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
             "all": said,
             "host": said + "; CPU time of a rank's thread, plan: wall of all ranks at once",
             "curves": said + "; mean over samples of the slowest rank, calls in a row",
-            "experts": said + "; CPU time while all ranks work",
-            "skew": said,
+            "experts": said + "; CPU time while all ranks work, after other work",
+            "skew": said + "; weights of the busiest port and pair, fitted to skewed exchanges",
             "link": f"fitted to {said}: copies between processes of one machine, no link",
         },
     }
 
 
+def start_us(samples: Samples, ranks: int) -> float:
+    """What the first exchange after a barrier takes beyond one of calls in a row: ranks that leave the barrier late."""
+    extra = [steady(us) - steady(samples.collectives[key]) for key, us in samples.first.items() if key[1] == ranks]
+    return max(float(np.median(extra)), 0.0) if extra else 0.0
+
+
+def balanced_and_skewed(samples: Samples, ranks: int) -> dict[Case, float]:
+    """Mean microseconds of every case over all ranks."""
+    return {case: steady(us) for (case, members), us in samples.collectives.items() if members == ranks}
+
+
 def curves_of(samples: Samples, ranks: int, run: Run) -> list[dict[str, Any]]:
     """Curves of all balanced collectives, made non-decreasing in size (what goes down is noise)."""
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for (op, rows, skew, members), us in samples.collectives.items():
-        if skew == 0.0 and op != "barrier":
-            points.setdefault((op, members), []).append((size_bytes(op, rows, members, run), steady(us)))
+    for (case, members), us in samples.collectives.items():
+        if not case.skew and case.op != "barrier":
+            size = size_bytes(case.op, case.rows, members, run)
+            points.setdefault((case.op, members), []).append((size, steady(us)))
     curves = []
     for (op, members), measured in points.items():
         sizes, times = np.array(sorted(measured)).T
@@ -121,7 +140,7 @@ def fit_local(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
     host_us: dict[str, float] = {}
     per_row_ns: dict[str, float] = {}
     for what in dict.fromkeys(key[0] for key in samples.local):
-        rows, us = _points(samples, what)
+        rows, us = points_of(samples, what)
         (fixed, slope), _ = nnls(np.stack([1 / us, rows / us], axis=1), np.ones(len(us)))
         host_us[what], per_row_ns[what] = float(fixed), float(slope * 1e3)
     return host_us, per_row_ns
@@ -141,7 +160,8 @@ def fit_attention(samples: Samples) -> tuple[dict[str, float], dict[str, float]]
     return {"attention.block": float(terms[0])}, dict(zip(ATTENTION_TERMS, map(float, terms[1:] * 1e3), strict=True))
 
 
-def _points(samples: Samples, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def points_of(samples: Samples, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(rows handled, microseconds) of one term of local work."""
     rows, us = np.array([value for key, value in samples.local.items() if key[0] == what]).T
     return rows, us
 
@@ -161,31 +181,3 @@ def isotonic(values: NDArray[np.float64]) -> NDArray[np.float64]:
             (b, n), (a, m) = blocks.pop(), blocks.pop()
             blocks.append(((a * m + b * n) / (m + n), m + n))
     return np.concatenate([np.full(count, mean) for mean, count in blocks])
-
-
-def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[tuple[str, float, str]]:
-    """(what, figure, meaning) of how well the file describes its own samples."""
-    found: list[tuple[str, float, str]] = []
-    for (op, rows, skew, members), us in samples.collectives.items():
-        if skew and members == ranks:
-            balanced = steady(samples.collectives[op, rows, 0.0, members])
-            found.append((f"{op}, half of all to one rank", steady(us) / balanced, "x the balanced time"))
-    spread = [np.std(us) / np.mean(us) for key, us in samples.collectives.items() if key[3] == ranks]
-    if spread:
-        found.append(("collectives, spread of samples", float(np.median(spread)), "median of std / mean"))
-    for what in cluster["host_us"]:
-        if what in cluster["per_row_ns"]:
-            handled, taken_us = _points(samples, what)
-            fit_us = cluster["host_us"][what] + cluster["per_row_ns"][what] * handled / 1e3
-            found.append((f"{what}, linear fit", float(np.abs(fit_us / taken_us - 1).max()), "largest relative error"))
-    if samples.attention:
-        terms = [cluster["host_us"]["attention.block"], *(cluster["per_row_ns"][t] / 1e3 for t in ATTENTION_TERMS)]
-        fits = [float(np.dot(terms, (1, *work))) / us for work, us in samples.attention.items()]
-        found.append(("attention, linear fit", float(np.median(np.abs(np.array(fits) - 1))), "median relative error"))
-        found.append(("attention, linear fit", float(np.abs(np.array(fits) - 1).max()), "largest relative error"))
-    cores = max(int(cluster["cores"]), 1)
-    rule = [wall / (cpu * max(ranks / cores, 1.0)) for cpu, wall, _ in samples.experts.values()]
-    found.append(("experts, all ranks at once", float(np.median(rule)), "x the rule sum over ranks / cores"))
-    shared = [cpu / alone for cpu, _, alone in samples.experts.values()]
-    found.append(("experts, CPU time beside others", float(np.median(shared)), "x the CPU time alone"))
-    return found

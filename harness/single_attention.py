@@ -1,4 +1,4 @@
-"""Tasks that time what a full model adds to its MoE layers, one operation in a loop of its own, on CPU time.
+"""What a full model adds to its MoE layers, as single operations for `rotate`, on CPU time.
 
 An attention block (norms, projections, positions, one core a request), the LM head, and the bookkeeping of a step. The
 tiny model's; any other model has no such terms.
@@ -6,22 +6,22 @@ tiny model's; any other model has no such terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from semmoe.serving import DECODE, PREFILL, Request, StepPlan
 from semmoe.specs import ModelSpec
 
 from .models.tiny import TinyConfig, TinyModel
-from .record import no_collection
+from .rotation import clocked
 from .sequences import OwnRequests, TinyAttention
-from .single_local import Samples, cpu_and_wall_us
+from .single_local import Operations
 from .worker import RankContext
 
 # (tokens, entries, (query, key) pairs of prefills, cached keys of decodes) of one block -> microseconds
@@ -61,36 +61,36 @@ def attention_steps() -> Iterator[tuple[Work, list[tuple[int, int, int]]]]:
     yield (72, 9, 64 * 65 // 2, 8 * 128), [(PREFILL, 0, 64), *[(DECODE, 127, 1)] * 8]
 
 
-def time_attention(context: RankContext, samples: int) -> dict[Work, list[float]]:
-    """CPU microseconds of one attention block for every piece of work, all ranks at once."""
+def attention_operations(context: RankContext) -> Operations:
+    """("attention", work): one attention block for every piece of work, of another layer every time."""
     own, model = _requests(context)
-    times: dict[Work, list[float]] = {}
-    with torch.no_grad(), no_collection():
-        for work, entries in attention_steps():
-            batch = own.batch(_plan(context.rank, entries))
-            for entry in batch.entries:
-                entry.sequence.key_LKSD.normal_(), entry.sequence.value_LKSD.normal_()
-            x_nH = torch.randn(work[0], model.config.hidden)
-            dist.barrier()
-            times[work] = cpu_and_wall_us(partial(own.attention.block, 0, x_nH, batch), samples)[0]
-    dist.barrier()
-    return times
+    operations: Operations = {}
+    for i, (work, entries) in enumerate(attention_steps()):
+        batch = own.batch(_plan(context.rank, entries))
+        for entry in batch.entries:
+            entry.sequence.key_LKSD.normal_(), entry.sequence.value_LKSD.normal_()
+        x_nH = torch.randn(work[0], model.config.hidden)
+        layer = i % model.config.num_layers
+        operations["attention", work] = clocked(partial(_untracked, own.attention.block, layer, x_nH, batch))
+    return operations
 
 
-def time_ends(context: RankContext, entries: Sequence[int], samples: int) -> Samples:
-    """("head", n): LM head of n entries. ("step", n): their batch, embedding and sampled tokens. CPU microseconds."""
+def end_operations(context: RankContext, entries: Sequence[int]) -> Operations:
+    """("head", n): LM head of n entries. ("step", n): their batch, embedding and sampled tokens."""
     own, model = _requests(context)
-    times: Samples = {}
-    with torch.no_grad(), no_collection():
-        for n in entries:
-            plan = _plan(context.rank, [(DECODE, 8, 1)] * n)
-            batch, x_nH = own.batch(plan), torch.randn(n, model.config.hidden)
-            logits_NV = own.attention.head(x_nH, batch)
-            dist.barrier()
-            times["head", n] = n, cpu_and_wall_us(partial(own.attention.head, x_nH, batch), samples)[0]
-            times["step", n] = n, cpu_and_wall_us(partial(_around, own, plan, logits_NV), samples)[0]
-    dist.barrier()
-    return times
+    operations: Operations = {}
+    for n in entries:
+        plan = _plan(context.rank, [(DECODE, 8, 1)] * n)
+        batch, x_nH = own.batch(plan), torch.randn(n, model.config.hidden)
+        logits_NV = _untracked(own.attention.head, x_nH, batch)
+        operations["head", n] = clocked(partial(_untracked, own.attention.head, x_nH, batch))
+        operations["step", n] = clocked(partial(_untracked, _around, own, plan, logits_NV))
+    return operations
+
+
+@torch.no_grad()
+def _untracked(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)
 
 
 def _around(own: OwnRequests, plan: StepPlan, logits_NV: Tensor) -> None:

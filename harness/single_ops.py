@@ -1,64 +1,63 @@
-"""Tasks that time one operation of the layer at a time, in loops of its own; `calibrate.py` fits costs from them.
+"""Task that times the collectives of a layer, one operation at a time; `calibrate.py` fits costs from them.
 
-Collectives are timed by the wall clock: `inner` calls in a row after one barrier, so that the ranks wait for each other
-as they do inside a layer and the skew of a barrier is not counted again with every operation. Before every call each
-rank burns `busy_us` of CPU time, which is taken off again (times ranks / cores where they share cores): there, a message
-waits until the scheduler runs its receiver, and that takes longer when the ranks also compute.
+Wall clock: `inner` calls in a row after one barrier, so that the ranks wait for each other as they do inside a layer. The
+first call is kept apart: it also waits for the ranks that leave the barrier late, as the first exchange of a layer does.
+Before every call each rank burns `busy_us` of CPU time on memory larger than its caches, which is taken off again (times
+ranks / cores where they share cores): there, a message waits until the scheduler runs its receiver, and that takes
+longer when the ranks also compute; and what the call itself needs is no longer in the caches.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .record import no_collection
+from .rotation import Operation, rotate
 from .stack import make_transport
-from .timing import PhaseTimer
 from .transport.base import RowTransport
 from .transport.plan import ShufflePlan
 from .worker import RankContext
 
-Operation = Callable[[], Any]
 STAGE_BYTES = 64 << 20  # what one operation may stage in shared memory; pages are touched only when used
 META_INTS = 8  # int32 that gather_rows carries beside a row: slot and weight of four choices
+BURNT_ROWS, BURNT_COLUMNS = 64, 1 << 15  # fp32 that `_burn` walks over, row by row: 8 MiB
 
 
-class CpuTimer(PhaseTimer):
-    """PhaseTimer on the CPU time of this thread: a lap during which another process has the core costs nothing."""
+class Case(NamedTuple):
+    """One operation of one size. rows: tokens at home on an average rank (srs, sag, ...), rows that an average rank
+    sends away (dispatch, ...), or places a pair of ranks (dispatch_slots, ...).
 
-    def start_layer(self) -> None:
-        super().start_layer()
-        self._last = time.thread_time_ns()
+    skew: share of its rows that a rank sends to rank 0 beyond that one's even part; with pattern "port" every rank
+    does, with "pair" rank 1 alone. For srs and sag, the share of the others' tokens that rank 0 has at home as well.
+    """
 
-    def lap(self, phase: str) -> None:
-        now = time.thread_time_ns()
-        self.laps_ns[-1][phase] += now - self._last
-        self._last = time.thread_time_ns()
+    op: str
+    rows: int
+    skew: float = 0.0
+    pattern: str = "port"
 
 
 def time_collectives(
     context: RankContext,
     name: str,
-    cases: Sequence[tuple[str, int, float]],
+    cases: Sequence[Case],
     hidden: int,
     samples: int,
     inner: int,
     members: int,
     busy_us: float,
     cores: int,
-) -> dict[tuple[str, int, float], list[float]]:
-    """Microseconds a call, one value a sample, of every (operation, rows a rank, skew) among the first `members` ranks,
-    over the transport `name`.
-
-    rows: tokens at home on an average rank (srs, sag, ...), or rows that an average rank sends away (dispatch, ...).
-    skew: share of all that rank 0 gets beyond its even part. Values are this rank's own; the pool takes the maximum.
-    """
+) -> dict[Case, NDArray[np.float64]]:
+    """[samples, 2] of (first call after a barrier, mean of the others) in microseconds for every case among the first
+    `members` ranks, over the transport `name`. Values are this rank's own; the pool takes the maximum."""
     group = _subgroup(context, members)
     if context.rank >= members:
         dist.barrier()
@@ -66,14 +65,13 @@ def time_collectives(
     transport = make_transport(name, group, STAGE_BYTES)
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
-    times: dict[tuple[str, int, float], list[float]] = {}
-    with no_collection():
-        for done, (op, rows, skew) in enumerate(cases, 1):
-            call = _collective(transport, op, rows, hidden, skew, group)
-            for _ in range(2):
-                call()
-            times[op, rows, skew] = [_wall_us(call, inner, group, busy_us, members / cores) for _ in range(samples)]
-            context.progress(done, len(cases))
+    burnt = torch.zeros(BURNT_ROWS, BURNT_COLUMNS)
+    ranks_per_core = max(members / cores, 1.0)
+    operations: dict[Case, Operation] = {
+        case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, busy_us, ranks_per_core, burnt)
+        for case in cases
+    }
+    times = rotate(context, operations, samples, group)
     transport.close()
     if members < context.ranks:
         dist.barrier()
@@ -90,30 +88,38 @@ def _subgroup(context: RankContext, members: int) -> Any:
     return groups[members]
 
 
-def _wall_us(call: Operation, inner: int, group: Any, busy_us: float, ranks_per_core: float) -> float:
-    dist.barrier(group)
-    start = time.perf_counter_ns()
-    for _ in range(inner):
-        _burn(busy_us)
+def _in_a_row(
+    call: Callable[[], Any], inner: int, busy_us: float, ranks_per_core: float, burnt: Tensor
+) -> tuple[float, float]:
+    """(first call, mean of the other calls), each without the work before it."""
+    taken_us = []
+    for _ in range(max(inner, 2)):
+        start = time.perf_counter_ns()
+        work_us = _burn(busy_us, burnt)
         call()
-    taken_us = (time.perf_counter_ns() - start) / inner / 1e3
-    return max(taken_us - busy_us * max(ranks_per_core, 1.0), 1.0)
+        taken_us.append((time.perf_counter_ns() - start) / 1e3 - work_us * ranks_per_core)
+    return max(taken_us[0], 1.0), max(float(np.mean(taken_us[1:])), 1.0)
 
 
-def _burn(cpu_us: float) -> None:
-    end = time.thread_time_ns() + int(cpu_us * 1e3)
-    while time.thread_time_ns() < end:
-        pass
+def _burn(cpu_us: float, burnt: Tensor) -> float:
+    """Work of at least `cpu_us` of CPU time; returns what it was."""
+    start, spent_us, row = time.thread_time_ns(), 0.0, 0
+    while spent_us < cpu_us:
+        burnt[row % len(burnt)].add_(1.0)
+        row += 1
+        spent_us = (time.thread_time_ns() - start) / 1e3
+    return spent_us
 
 
-def _collective(transport: RowTransport, op: str, rows: int, hidden: int, skew: float, group: Any) -> Operation:
+def _collective(transport: RowTransport, case: Case, hidden: int, group: Any) -> Callable[[], Any]:
     """A call of one transport operation with synthetic rows."""
     rank, ranks = transport.rank, transport.ranks
+    op, rows, skew, pattern = case
     generator = torch.Generator().manual_seed(rank)
     if op == "barrier":
         return lambda: dist.barrier(group)
     if op in ("dispatch", "combine", "alltoall"):
-        send_G, receive_G = exchange_sizes(rank, ranks, rows, skew)
+        send_G, receive_G = exchange_sizes(rank, ranks, rows, skew, pattern)
         x_NH = torch.randn(sum(send_G), hidden, generator=generator)
         if op == "combine":
             return lambda: transport.combine(x_NH, send_G, receive_G, 0)
@@ -147,7 +153,7 @@ def _collective(transport: RowTransport, op: str, rows: int, hidden: int, skew: 
     raise ValueError(f"no such operation: {op}")
 
 
-def _slots(transport: RowTransport, op: str, x_nH: Tensor, capacity: int) -> Operation:
+def _slots(transport: RowTransport, op: str, x_nH: Tensor, capacity: int) -> Callable[[], Any]:
     """`capacity` places a pair of ranks, filled to 1 / ranks: what uniform routing leaves of k places a token."""
     filled = max(capacity // transport.ranks, 1)
     send_G = [0 if d == transport.rank else filled for d in range(transport.ranks)]
@@ -159,20 +165,24 @@ def _slots(transport: RowTransport, op: str, x_nH: Tensor, capacity: int) -> Ope
     return lambda: transport.combine_slots(received.rows_NC, received, send_G, capacity, 0)
 
 
-def exchange_sizes(rank: int, ranks: int, rows: int, skew: float) -> tuple[list[int], list[int]]:
-    """(rows to each rank, rows from each rank): `rows` leave every rank, a share `skew` of them towards rank 0 (which
-    spreads its own), the rest evenly. Worked example, 3 ranks, 4 rows, skew 0.5: rank 1 sends [3, 0, 1]."""
+def exchange_sizes(rank: int, ranks: int, rows: int, skew: float, pattern: str = "port") -> tuple[list[int], list[int]]:
+    """(rows to each rank, rows from each rank) of a Case: `rows` leave every rank, those not sent on purpose to rank 0
+    are spread evenly. Worked example, 3 ranks, 4 rows, skew 0.5, either pattern: rank 1 sends [3, 0, 1]."""
+    rows_GG = exchange_rows(ranks, rows, skew, pattern)
+    return rows_GG[rank].tolist(), rows_GG[:, rank].tolist()
 
-    def sent(source: int) -> list[int]:
+
+def exchange_rows(ranks: int, rows: int, skew: float, pattern: str = "port") -> NDArray[np.int64]:
+    """[G, G] rows from each rank to each other of a Case."""
+    rows_GG = np.zeros((ranks, ranks), dtype=np.int64)
+    for source in range(ranks):
         others = [d for d in range(ranks) if d != source]
-        extra = 0 if source == 0 else int(rows * skew)
-        even = [(rows - extra) // len(others) + (i < (rows - extra) % len(others)) for i in range(len(others))]
-        out = [0] * ranks
-        for d, n in zip(others, even, strict=True):
-            out[d] = n + (extra if d == 0 else 0)
-        return out
-
-    return sent(rank), [sent(source)[rank] for source in range(ranks)]
+        hot = source > 0 if pattern == "port" else source == 1
+        extra = int(rows * skew) if hot else 0
+        rows_GG[source, others] = (rows - extra) // len(others)
+        rows_GG[source, others[: (rows - extra) % len(others)]] += 1
+        rows_GG[source, 0] += extra
+    return rows_GG
 
 
 def home_sizes(ranks: int, rows: int, skew: float) -> list[int]:

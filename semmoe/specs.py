@@ -151,7 +151,8 @@ class ClusterSpec:
     stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): semmoe/wiring.py;
     `oversubscription`: capacity of a leaf's NICs over that of its uplinks. `cores` > 0 marks a CPU machine whose ranks
     share that many cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
-    `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py),
+    `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py), `skew`
+    measured weights of the busiest port and hottest pair of an exchange (names and law: harness/skew.py),
     `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
     measured tables of attention kernels (simulator/cost/attention.py names their keys), `provenance`
     the source per field.
@@ -181,6 +182,7 @@ class ClusterSpec:
     cores: int = 0
     host_us: dict[str, float] = field(default_factory=dict)
     per_row_ns: dict[str, float] = field(default_factory=dict)
+    skew: dict[str, float] = field(default_factory=dict)
     curves: tuple[Curve, ...] = ()
     expert_grid: tuple[tuple[float, float, float], ...] = ()
     expert_grid_shape: tuple[int, ...] = ()

@@ -56,7 +56,7 @@ def step_timer(run: Run) -> StepTimer:
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity = str(run.cfg["cost"]["fidelity"])
     cost = CostModel(run.model, run.cluster, run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
-    return StepTimer(run.planner(), cost, run.meter(), full_model)
+    return StepTimer(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
 
 
 def load_log(run: Run) -> StepLog:

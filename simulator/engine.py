@@ -55,9 +55,18 @@ class Timeline:
 
 
 class StepTimer:
-    """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it."""
+    """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it.
+    barrier_each_layer: see time_layers."""
 
-    def __init__(self, planner: StepPlanner, cost: CostModel, meter: LocalityMeter, full_model: bool = False) -> None:
+    def __init__(
+        self,
+        planner: StepPlanner,
+        cost: CostModel,
+        meter: LocalityMeter,
+        full_model: bool = False,
+        barrier_each_layer: bool = False,
+    ) -> None:
+        self.barrier_each_layer = barrier_each_layer
         self.planner, self.cost, self.full_model = planner, cost, full_model
         self.timeline = Timeline(meter)
         self._ranks, self._slots = planner.ranks, planner.placement.num_slots
@@ -74,7 +83,7 @@ class StepTimer:
         self.timeline.meter.add(traffic)
         if len(self.timeline.traffic) < self.timeline.keep_traffic:
             self.timeline.traffic.append(traffic)
-        self.timeline.steps.append(time_layers(self.cost, traffic, load))
+        self.timeline.steps.append(time_layers(self.cost, traffic, load, self.barrier_each_layer))
         return traffic
 
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:

@@ -36,8 +36,11 @@ def time_layers(
     cost: CostModel,
     traffic: Traffic,
     load: AttentionLoad | None = None,
+    barrier_each_layer: bool = False,
 ) -> LayerTimes:
-    """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time."""
+    """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time.
+
+    barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step."""
     layers = traffic.num_layers
     if not traffic.tokens:
         return LayerTimes({}, 0.0, 0.0, np.zeros(layers))
@@ -53,6 +56,11 @@ def time_layers(
         shared_ms = cost.shared(load)
         if shared_ms:
             phases["other"] = np.full(layers, shared_ms)
+    start_ms = cost.start()
+    if start_ms and barrier_each_layer:
+        phases["other"] = phases.get("other", np.zeros(layers)) + start_ms
+    elif start_ms:
+        outside_ms += start_ms
     layer_ms_L: Float = np.sum(list(phases.values()), axis=0)
     step_ms = float(layer_ms_L.sum()) + cost.model.num_layers * attention_ms + outside_ms
     return LayerTimes(phases, step_ms, attention_ms, layer_ms_L)

@@ -7,8 +7,10 @@ Inside a node of n ranks, with nccl-tests' count of bytes and curve_n the measur
 All-reduce: S_eq is the buffer. On a mesh the largest pair has one link to itself: S_eq >= n * largest pair. Between
 nodes the busiest NIC or the busiest uplinks of a leaf switch count: nic_alpha + NIC load / nic_gbps, or uplink load over
 their capacity (semmoe/wiring.py, semmoe/ports.py); the tiers overlap, the slower one counts. A curve measured over other
-numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Ranks that share
-cores (CPU) do each other's work: their load is max(largest * cores / n, mean) where cores < n.
+numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Where a calibration
+measured skewed exchanges (ClusterSpec.skew), the busiest port and the hottest pair count by its weights (law:
+harness/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
+max(largest * cores / n, mean) where cores < n.
 Worked example: 8 ranks, each sends 1 MiB to each other: egress 7 MiB, S_eq = 8 MiB.
 """
 
@@ -79,7 +81,6 @@ class CollectiveCost:
         self.marks: set[str] = set()
         self._curves = CurveSet(cluster.curves)
         self._picked: dict[str, Blend | None] = {}
-        self._skew_known = cluster.provenance.get("skew", "").startswith("measured")
         fits = spec.dispatcher == "low_latency" and self.topology.nodes == 1
         self._table = LowLatencyTable.of(cluster, ranks) if fits else None
 
@@ -112,7 +113,7 @@ class CollectiveCost:
     def _pairs_us(self, c: Collective, traffic: Traffic) -> Float:
         loads = loads_of(c, self.wiring)
         row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
-        if loads.skewed and not self._skew_known:
+        if loads.skewed and f"{c.op}.port" not in self.cluster.skew:
             self.marks.add("skew_unvalidated")
         if self._table is not None and c.op in ("dispatch", "combine"):
             self.marks.add("interpolated")
@@ -150,21 +151,30 @@ class CollectiveCost:
         time = curve.time_us(size)
         if size.max(initial=0.0) > curve.last_bytes:
             self.marks.add("extrapolated")
-        if n > 2 and not self.cluster.cores and self.cluster.topology != "mesh":
+        if (
+            n > 2
+            and not self.cluster.cores
+            and self.cluster.topology != "mesh"
+            and f"{op}.port" not in self.cluster.skew
+        ):
             two = self._curves.exact(curve_names(op, self.spec.dispatcher), 2)
             if two is not None:
                 time = np.maximum(time, two.time_us(2 * pair))
         return time + self._sizes_us(op, curve)
 
     def _shared(self, loads: Loads, traffic: Traffic, op: str) -> Float:
-        """Rows at the busiest port, or the load that counts where ranks share cores."""
-        cores, n = self.cluster.cores, self.inner
-        if not cores:
-            return loads.port_L
-        if self.spec.dispatcher == "low_latency" and op in ("dispatch", "combine"):
+        """Rows at the busiest port, or the load that counts where skew was measured or ranks share cores."""
+        cores, n, skew = self.cluster.cores, self.inner, self.cluster.skew
+        if cores and self.spec.dispatcher == "low_latency" and op in ("dispatch", "combine"):
             # the CPU stand-in of the one-sided exchange moves all of its fixed places, filled or not
             places = traffic.homes_LG.max(axis=1) * min(self.spec.top_k, self.slots_per_rank)
             return (places * (n - 1)).astype(np.float64)
+        if f"{op}.port" in skew:
+            beyond = np.maximum((n - 1) * loads.pair_L - loads.port_L, 0.0)
+            above = loads.port_L - loads.mean_port_L
+            return loads.mean_port_L + skew[f"{op}.port"] * above + skew.get(f"{op}.pair", 0.0) * beyond
+        if not cores:
+            return loads.port_L
         return np.maximum(loads.port_L * min(1.0, cores / n), loads.mean_port_L)
 
     def _sizes_us(self, op: str, curve: Blend | None) -> float:

@@ -7,6 +7,7 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
     host_us.permute   fixed part of packing, sorting and adding rows of a layer   per_row_ns.permute  per row handled:
                       expert rows + rows sent + rows received
     host_us.plan      fixed part of planning a layer (tp_shuffled)                per_row_ns.plan     per token and layer
+    host_us.start     late leaving of the barrier before a timed piece: every layer of fixed batches, every served step
     host_us.step      fixed part of a forward pass (scope full_model)
     host_us.attention shortest attention kernel of a layer (scope full_model)
 

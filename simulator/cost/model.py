@@ -79,6 +79,10 @@ class CostModel:
         """Milliseconds per layer of packing, sorting and adding up rows around the exchange."""
         return slowest(self.host.permute_us(handled_rows_LG(traffic)), self.cluster.cores) / 1e3
 
+    def start(self) -> float:
+        """Milliseconds until all ranks have left the barrier before a timed piece (CPU processes; measured)."""
+        return float(self.cluster.host_us.get("start", 0.0)) / 1e3
+
     def plan(self, tokens: int) -> float:
         """Milliseconds of planning one layer: table look-up, homes, permutation."""
         return self.host.plan_us(tokens) / 1e3

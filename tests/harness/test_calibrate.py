@@ -20,11 +20,13 @@ from harness.fit import (  # noqa: E402
     fit_attention,
     fit_local,
     isotonic,
-    residuals,
     size_bytes,
+    start_us,
 )
+from harness.residuals import busy_warning, residuals, spread, table  # noqa: E402
 from harness.single_attention import attention_steps  # noqa: E402
-from harness.single_ops import exchange_sizes, home_sizes  # noqa: E402
+from harness.single_ops import Case, exchange_sizes, home_sizes  # noqa: E402
+from harness.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.inputs import load_cluster  # noqa: E402
@@ -74,8 +76,15 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     assert len(spec.expert_grid) == len(active) * len(rows), "every pair of the grid"
     assert spec.provenance["all"].startswith("measured") and spec.cores >= 1 and spec.topology == "shared_memory"
     assert load_cluster({"file": str(path)})[1].digest == spec.digest
-    assert raw["environment"]["ranks"] == 2
+    assert raw["environment"]["ranks"] == 2 and {"load_1min", "spread", "warning"} <= raw["environment"].keys()
     assert all(us > 0 for *_, us in raw["collectives_us"])
+    assert all(np.shape(us_GS) == (2, SMALL.local_samples) for _, us_GS in raw["local_us"]), (
+        "every sample of every rank"
+    )
+    assert {"srs.port", "sag.port"} <= spec.skew.keys() and spec.host_us["start"] >= 0
+    told = {line["operation"]: line for line in raw["residuals"]}
+    assert {"srs", "dispatch", "gate", "attention", "srs, skewed", "experts, all at once"} <= told.keys()
+    assert all(line["points"] >= 1 and 0 <= line["median"] <= line["p90"] for line in told.values())
 
 
 def test_calibrated_times_grow_with_the_work(calibrated):
@@ -160,25 +169,60 @@ def test_fit_recovers_known_costs_and_reports_what_it_cannot_describe():
     assert host_us == pytest.approx({"gate": 40, "permute.a2a_dedup": 700})
     assert per_row_ns == pytest.approx({"gate": 500, "permute.a2a_dedup": 200})
     samples.local["gate", 64] = (64.0, 144.0)  # twice what the line says
-    samples.experts = {(1, 8): (10.0, 30.0, 8.0)}
+    samples.experts = {(1, 8): (10.0, 40.0)}
     host_us, per_row_ns = fit_local(samples)
-    report = {
-        what: figure
-        for what, figure, _ in residuals(samples, {"host_us": host_us, "per_row_ns": per_row_ns, "cores": 2}, 4)
-    }
-    assert report["permute.a2a_dedup, linear fit"] == pytest.approx(0, abs=1e-9)
-    assert report["gate, linear fit"] > 0.2
-    assert report["experts, all ranks at once"] == pytest.approx(30 / 20)
-    assert report["experts, CPU time beside others"] == pytest.approx(10 / 8)
+    lines = residuals(samples, {"host_us": host_us, "per_row_ns": per_row_ns, "cores": 2}, 4)
+    told = {line.operation: line for line in lines}
+    assert told["permute.a2a_dedup"].p90 == pytest.approx(0, abs=1e-6)
+    assert told["gate"].p90 > 20 and told["gate"].points == 3
+    assert told["experts, all at once"].median == pytest.approx(50), "10 us on 2 ranks a core against 40"
+    assert all(line.unit.startswith("%") and line.operation in table(lines) for line in lines)
+
+
+def test_skew_fit_recovers_known_weights_and_is_checked_at_skews_it_has_not_seen():
+    ranks, sent, homes = 4, (6, 60, 240, 960), (4, 32, 128, 512)
+    cases = [Case("dispatch", n) for n in sent] + [Case("srs", n) for n in homes] + skewed_cases(sent, homes, ranks)
+    cases = [case for case in cases if case.op in ("dispatch", "srs")]
+
+    def law_us(case, a, b):
+        mean, port, pair = loads(case, ranks)
+        return 300 + 5 * (mean + a * (port - mean) + b * max((ranks - 1) * pair - port, 0))
+
+    us = {case: law_us(case, *((0.5, 0.2) if case.op == "dispatch" else (0.8, 0.0))) for case in cases}
+    weights = fit_skew(us, ranks)
+    assert weights == pytest.approx(
+        {"dispatch.port": 0.5, "dispatch.pair": 0.2, "srs.port": 0.8, "srs.pair": 0.0}, abs=1e-3
+    )
+    assert all(errors.max() < 1e-3 for errors in held_out_errors(us, ranks, weights).values())
+    unseen = {case: (t if case.skew in (0.0, *FITTED) else 2 * t) for case, t in us.items()}
+    assert fit_skew(unseen, ranks) == pytest.approx(weights), "held-out skews have no say in the fit"
+    assert held_out_errors(unseen, ranks, weights)["dispatch"].min() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_start_is_what_the_first_call_takes_beyond_the_others():
+    key = (Case("srs", 4), 4)
+    samples = Samples(collectives={key: [100.0] * 4}, first={key: [150.0] * 4})
+    assert start_us(samples, 4) == pytest.approx(50) and start_us(Samples(), 4) == 0
+    samples.first[key] = [80.0] * 4
+    assert start_us(samples, 4) == 0, "noise makes no negative cost"
+
+
+def test_a_busy_machine_is_told_what_to_do():
+    assert busy_warning(0.2, 2, 0.1) is None
+    assert "load average 3.0 on 2 cores" in busy_warning(3.0, 2, 0.1)
+    loud = Samples(collectives={(Case("srs", 4), 4): [100.0, 300.0, 100.0, 300.0]})
+    assert "End other work" in busy_warning(0.0, 2, spread(loud))
+    steady_ones = Samples(collectives={(Case("srs", 4), 4): [100.0, 101.0, 100.0]})
+    assert busy_warning(0.0, 2, spread(steady_ones)) is None
 
 
 def test_one_disturbed_sample_does_not_move_a_curve_and_noise_does_not_make_it_fall():
     samples = Samples(
         collectives={
-            ("srs", 4, 0.0, 2): [100.0] * 9 + [5000.0],
-            ("srs", 32, 0.0, 2): [90.0] * 10,
-            ("srs", 64, 0.0, 2): [200.0] * 10,
-            ("srs", 64, 0.5, 2): [900.0] * 10,
+            (Case("srs", 4), 2): [100.0] * 9 + [5000.0],
+            (Case("srs", 32), 2): [90.0] * 10,
+            (Case("srs", 64), 2): [200.0] * 10,
+            (Case("srs", 64, 0.5), 2): [900.0] * 10,
         }
     )
     (curve,) = curves_of(samples, 2, build())

@@ -41,8 +41,19 @@ def test_the_busiest_port_counts_whether_it_sends_or_receives():
 def test_calibrated_skew_is_not_marked():
     rows = np.zeros((4, 4), dtype=int)
     rows[0, 1] = 10
-    _, cost = price(traffic_of("dispatch", rows), cluster(provenance={"skew": "measured here"}))
+    _, cost = price(traffic_of("dispatch", rows), cluster(skew={"dispatch.port": 1.0}))
     assert "skew_unvalidated" not in cost.marks
+
+
+def test_measured_weights_of_port_and_pair_rule_where_there_are_any():
+    """Law and worked example of harness/skew.py: mean 60, busiest port 120, hottest pair 40 rows."""
+    rows = np.array([[0, 20, 20, 20], [40, 0, 10, 10], [40, 10, 0, 10], [40, 10, 10, 0]])
+    for skew, even_rows in (({"dispatch.port": 0.5}, 90), ({"dispatch.port": 0.0}, 60), ({"dispatch.port": 1.0}, 120)):
+        times, _ = price(traffic_of("dispatch", rows), cluster(skew=skew))
+        assert times["dispatch"] == pytest.approx(10 + even_rows)
+    rows = np.array([[0, 20, 20, 20], [60, 0, 0, 0], [20, 20, 0, 20], [20, 20, 20, 0]])  # port 100, 3 * 60 - 100 beyond
+    times, _ = price(traffic_of("dispatch", rows), cluster(skew={"dispatch.port": 0.5, "dispatch.pair": 0.25}))
+    assert times["dispatch"] == pytest.approx(10 + 60 + 0.5 * 40 + 0.25 * 80)
 
 
 def curves(*points: tuple[str, int, float]) -> list[Curve]:
