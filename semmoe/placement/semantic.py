@@ -10,34 +10,54 @@ per token and layer), request_homes.py (attention-DP, one home a request), excha
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..assign import capped_owners
 from ..errors import UserError
-from ..predict.base import FIXED_POINT
 from ..profile import Profile, count_by_row
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
-from .cocluster import covariance_EE
-from .partition import improve
-from .replicas import add_replicas
-from .request_homes import alternate_requests, local_counts_EG, one_hot, request_homes
-from .token_homes import alternate, local_counts, sample_of
+from .request_homes import RequestSide, one_hot
+from .token_homes import TokenSide, sample_of
+
+MOST_STARTS = 512
+EFFORT = 3e8  # operations that may go into more starts than `restarts` where starts are cheap: about a second
+
+
+class Side(Protocol):
+    """What is placed at once: a layer with its tokens' homes (TokenSide), all layers with requests' homes (RequestSide).
+
+    `rank` is the rank of every expert, of one layer or of all.
+    """
+
+    work: float  # operations of one start, roughly
+
+    def fresh(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """A random start."""
+
+    def kicked(self, rank: NDArray[np.int64], share: float, rng: np.random.Generator) -> NDArray[np.int64]:
+        """A start near `rank`: a share of it is shuffled."""
+
+    def improved(self, start: NDArray[np.int64], weight: float) -> tuple[float, NDArray[np.int64]]:
+        """(J, rank) reached from a start."""
+
+    def replicated(self, rank: NDArray[np.int64], slots_a_rank: int, weight: float) -> tuple[float, NDArray[np.bool_]]:
+        """(J, holds) with the free slots filled, starting from `rank`."""
 
 
 class Semantic:
-    """restarts: starts of the alternation; iterations: turns of one start; kick: share of experts that a perturbed
-    start shuffles. load_weight, load_target, home_cap as in the module's formula; load_folds: groups of training
-    requests on which the overload of a token-level placement is taken (exchange.py; homes of requests need one group,
-    for requests of a kind are meant to load their rank). sample_tokens: training tokens that the alternation of a
-    token-level placement works on; kappa: smoothing of their table where the predictor has no left-out predictions of
-    its own (token_homes.py).
+    """restarts: starts of the alternation (at least: small problems get as many as some EFFORT allows); iterations:
+    turns of one start; kick: largest share of experts that a perturbed start shuffles. load_weight, load_target,
+    home_cap as in the module's formula; load_folds: groups of training requests on which the overload of a token-level
+    placement is taken (exchange.py; homes of requests need one group, for requests of a kind are meant to load their
+    rank). sample_tokens: training tokens that the alternation of a token-level placement works on; kappa: smoothing of
+    their table where the predictor has no left-out predictions of its own (token_homes.py).
 
-    `slots` beyond one per expert become replicas, chosen for locality (replicas.py). Stops adding starts at the
-    problem's time limit (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
+    `slots` beyond one per expert become replicas (replicas.py), starting from the best placement without and from the
+    best that minds no load, for replicas can carry load away. Stops adding starts at the problem's time limit
+    (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
     """
 
     def __init__(
@@ -49,7 +69,7 @@ class Semantic:
         iterations: int = 12,
         sample_tokens: int = 8192,
         kappa: float = 2.0,
-        kick: float = 0.15,
+        kick: float = 0.4,
         load_folds: int = 2,
     ) -> None:
         for name, number, least in (
@@ -67,131 +87,83 @@ class Semantic:
         if not kappa > 0 or kick > 1:
             raise UserError(f"placement.kappa={kappa} must be positive and placement.kick={kick} at most 1")
         self.restarts, self.iterations, self.kick = restarts, iterations, kick
-        self.load_weight, self.load_target, self.load_folds = load_weight, load_target, load_folds
+        self.load_weight, self.load_target, self.load_folds = float(load_weight), float(load_target), load_folds
         self.home_cap, self.sample_tokens, self.kappa = home_cap, sample_tokens, kappa
 
     def place(self, problem: PlacementProblem) -> Placement:
-        if problem.home == "request":
-            return self._place_requests(problem)
-        return self._place_tokens(problem)
+        place = self._place_requests if problem.home == "request" else self._place_tokens
+        holds_LEG, planned, starts = place(problem, time.monotonic() + problem.time_limit_s)
+        holds_LEG = holds_LEG[:, : problem.model.num_experts]
+        return placement_of(holds_LEG, problem, {"planned_value": planned, "starts": starts})
 
-    def _place_tokens(self, problem: PlacementProblem) -> Placement:
+    def _place_tokens(self, problem: PlacementProblem, deadline: float) -> tuple[NDArray[np.bool_], float, int]:
         profile, ranks, rng = problem.profile, problem.ep_size, problem.rng()
         sample = sample_of(problem, self.sample_tokens, self.kappa, rng)
         capacity = capacity_of(len(sample.rows_S), ranks, self.home_cap)
-        layers = profile.num_layers
         load_FLE = fold_loads(profile, self.load_folds, rng)
-        deadline = time.monotonic() + problem.time_limit_s
-        holds, planned, starts = [], [], []
-        for layer in range(layers):
-            share_SE = sample.share_SE(layer)
-            experts_Sk = profile.trace.experts_TLk[sample.rows_S, layer]
-            load_FE = padded(load_FLE[:, layer], ranks)
-            until = time.monotonic() + (deadline - time.monotonic()) / (layers - layer)
-            similarity_EE = covariance_EE(share_SE, load_FE.shape[1])
-            best, best_rank, done = -np.inf, np.zeros(load_FE.shape[1], dtype=np.int64), 0
-            for start in range(self.restarts):
-                first = self._start(start, best_rank, ranks, rng)
-                if start < self.restarts // 4 or start == 0:
-                    improve(similarity_EE, first, ranks, 0)
-                found, rank_E = alternate(
-                    share_SE,
-                    experts_Sk,
-                    load_FE,
-                    first,
-                    ranks,
-                    capacity,
-                    float(self.load_weight),
-                    float(self.load_target),
-                    self.iterations,
-                )
-                done += 1
-                if found > best:
-                    best, best_rank = found, rank_E
-                if time.monotonic() > until:
-                    break
-            hold_EG = one_hot(best_rank, ranks)[: profile.num_experts]
-            if problem.slots > profile.num_experts:
-                hold_EG = self._replicate_tokens(problem, hold_EG, share_SE, experts_Sk, capacity)
-            holds.append(hold_EG)
-            planned.append(best)
-            starts.append(done)
-        notes: dict[str, Any] = {"planned_value": float(np.mean(planned)), "starts": int(min(starts))}
-        return placement_of(np.stack(holds), problem, notes)
-
-    def _start(
-        self, start: int, best_rank_E: NDArray[np.int64], ranks: int, rng: np.random.Generator
-    ) -> NDArray[np.int64]:
-        experts = len(best_rank_E)
-        if start == 0 or start < self.restarts // 4 or self.kick == 0:
-            return rng.permutation(np.arange(experts) % ranks)
-        moved = rng.choice(experts, size=max(2, round(self.kick * experts)), replace=False)
-        kicked = best_rank_E.copy()
-        kicked[moved] = best_rank_E[rng.permutation(moved)]
-        return kicked
-
-    def _replicate_tokens(
-        self,
-        problem: PlacementProblem,
-        base_EG: NDArray[np.bool_],
-        share_SE: NDArray[np.float32],
-        experts_Sk: NDArray[np.integer],
-        capacity: int,
-    ) -> NDArray[np.bool_]:
-        """Replicas for the homes that the placement attracts, and homes for the replicas, twice."""
-        ranks, k = problem.ep_size, experts_Sk.shape[1]
-        hold_EG = base_EG
-        for _ in range(2):
-            score = np.rint(share_SE @ hold_EG.astype(np.float32) * (k * FIXED_POINT)).astype(np.int32)
-            home_S = capped_owners(score, np.full(ranks, capacity, dtype=np.int64))
-            local_EG = local_counts(experts_Sk, home_S, len(base_EG), ranks)
-            hold_EG = self._filled(problem, base_EG, local_EG)
-        return hold_EG
-
-    def _place_requests(self, problem: PlacementProblem) -> Placement:
-        profile, ranks, rng = problem.profile, problem.ep_size, problem.rng()
-        layers, requests, experts = profile.num_layers, profile.trace.num_requests, profile.num_experts
-        counts_LRE = np.stack([profile.request_counts_RE(layer) for layer in range(layers)])
-        wide_LRE = padded(counts_LRE, ranks)
-        load_LFE = padded(profile.load_LE.astype(np.float64), ranks)[:, None]
-        capacity = capacity_of(requests, ranks, self.home_cap)
-        deadline = time.monotonic() + problem.time_limit_s
-        best, best_rank, done = -np.inf, np.zeros((layers, wide_LRE.shape[2]), dtype=np.int64), 0
-        for start in range(self.restarts):
-            if start == 0 or start < self.restarts // 4:
-                home_R = rng.permutation(np.arange(requests) % ranks)
-            else:
-                home_R = request_homes(wide_LRE, one_hot(best_rank, ranks), capacity)
-                moved = rng.choice(requests, size=max(min(2, requests), round(self.kick * requests)), replace=False)
-                home_R[moved] = home_R[rng.permutation(moved)]
-            found, rank_LE = alternate_requests(
-                wide_LRE, load_LFE, home_R, ranks, capacity, self.load_weight, self.load_target, self.iterations
+        layers = []
+        for layer in range(profile.num_layers):
+            side = TokenSide(
+                sample.share_SE(layer),
+                profile.trace.experts_TLk[sample.rows_S, layer],
+                padded(load_FLE[:, layer], ranks),
+                ranks,
+                capacity,
+                self.load_target,
+                self.iterations,
             )
-            done += 1
-            if found > best:
-                best, best_rank = found, rank_LE
-            if time.monotonic() > deadline:
-                break
-        holds_LEG = one_hot(best_rank, ranks)[:, :experts]
-        if problem.slots > experts:
-            base_LEG = holds_LEG
-            for _ in range(2):
-                home_R = request_homes(counts_LRE, holds_LEG, capacity)
-                holds_LEG = np.stack(
-                    [
-                        self._filled(problem, base_LEG[layer], local_counts_EG(counts_LRE[layer], home_R, ranks))
-                        for layer in range(layers)
-                    ]
-                )
-        return placement_of(holds_LEG, problem, {"planned_value": float(best), "starts": done})
+            now = time.monotonic()
+            layers.append(self._solve(side, problem, rng, now + (deadline - now) / (profile.num_layers - layer)))
+        values, holds, starts = zip(*layers, strict=True)
+        return np.stack(holds), float(np.mean(values)), min(starts)
 
-    def _filled(
-        self, problem: PlacementProblem, base_EG: NDArray[np.bool_], local_EG: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        hold_EG = base_EG.copy()
-        free_G = problem.slots // problem.ep_size - hold_EG.sum(axis=0)
-        add_replicas(local_EG, hold_EG, free_G, float(self.load_weight), float(self.load_target))
-        return hold_EG
+    def _place_requests(self, problem: PlacementProblem, deadline: float) -> tuple[NDArray[np.bool_], float, int]:
+        profile, ranks = problem.profile, problem.ep_size
+        side = RequestSide(
+            profile.num_experts,
+            padded(np.stack([profile.request_counts_RE(i) for i in range(profile.num_layers)]), ranks).astype(np.int64),
+            padded(profile.load_LE.astype(np.float64), ranks)[:, None],
+            ranks,
+            capacity_of(profile.trace.num_requests, ranks, self.home_cap),
+            self.load_target,
+            self.iterations,
+        )
+        value, holds_LEG, starts = self._solve(side, problem, problem.rng(), deadline)
+        return holds_LEG, value, starts
+
+    def _solve(
+        self, side: Side, problem: PlacementProblem, rng: np.random.Generator, until: float
+    ) -> tuple[float, NDArray[np.bool_], int]:
+        """(J, holds, starts) of one side."""
+        size = problem.slots // problem.ep_size
+        value, rank, starts = self._search(side, self.load_weight, rng, until)
+        if problem.slots == problem.model.num_experts:
+            return value, one_hot(rank, problem.ep_size), starts
+        bases = [rank]
+        if self.load_weight > 0:
+            bases.append(self._search(side, 0.0, rng, until)[1])
+        value, holds = max(
+            (side.replicated(base, size, self.load_weight) for base in bases), key=lambda found: found[0]
+        )
+        return value, holds, starts
+
+    def _search(
+        self, side: Side, weight: float, rng: np.random.Generator, until: float
+    ) -> tuple[float, NDArray[np.int64], int]:
+        """(J, rank, starts): the best that any start reached."""
+        starts = max(self.restarts, min(MOST_STARTS, int(EFFORT / side.work)))
+        best, best_rank = side.improved(side.fresh(rng), weight)
+        done = 1
+        while done < starts and time.monotonic() < until:
+            if done < starts // 4 or self.kick == 0:
+                start = side.fresh(rng)
+            else:
+                start = side.kicked(best_rank, rng.uniform(0, self.kick), rng)
+            found, rank = side.improved(start, weight)
+            if found > best:
+                best, best_rank = found, rank
+            done += 1
+        return best, best_rank, done
 
 
 def padded(counts_E: NDArray[Any], ranks: int) -> NDArray[Any]:

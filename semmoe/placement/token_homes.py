@@ -8,6 +8,7 @@ predictor says so by `left_out` (predict/fusion.py); for others a token table st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numba
@@ -18,7 +19,10 @@ from ..assign import capped_owners
 from ..predict.base import FIXED_POINT
 from ..profile import Profile
 from .base import PlacementProblem
+from .cocluster import covariance_EE
 from .exchange import best_experts, exchange, value
+from .partition import improve
+from .replicas import RAMP, add_replicas, held_value, trade
 
 
 class Sample(Protocol):
@@ -95,6 +99,63 @@ class TokenSample:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TokenSide:
+    """One layer of attention-TP (semantic.Side): shares and experts of the sampled tokens, loads per fold (phantoms
+    included), at most `capacity` tokens at a home."""
+
+    share_SE: NDArray[np.float32]
+    experts_Sk: NDArray[np.integer]
+    load_FE: NDArray[np.float64]
+    ranks: int
+    capacity: int
+    target: float
+    iterations: int
+
+    @property
+    def work(self) -> float:
+        return float(self.iterations * len(self.share_SE) * (self.load_FE.shape[1] + 8 * self.ranks))
+
+    @cached_property
+    def _covariance_EE(self) -> NDArray[np.float64]:
+        return covariance_EE(self.share_SE, self.load_FE.shape[1])
+
+    def fresh(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        start_E = rng.permutation(np.arange(self.load_FE.shape[1]) % self.ranks)
+        improve(self._covariance_EE, start_E, self.ranks, 0)
+        return start_E
+
+    def kicked(self, rank: NDArray[np.int64], share: float, rng: np.random.Generator) -> NDArray[np.int64]:
+        return shuffled(rank, share, rng)
+
+    def improved(self, start: NDArray[np.int64], weight: float) -> tuple[float, NDArray[np.int64]]:
+        fixed = (self.ranks, self.capacity, weight, self.target, self.iterations)
+        found: tuple[float, NDArray[np.int64]] = alternate(self.share_SE, self.experts_Sk, self.load_FE, start, *fixed)
+        return found
+
+    def replicated(self, rank: NDArray[np.int64], slots_a_rank: int, weight: float) -> tuple[float, NDArray[np.bool_]]:
+        experts = self.share_SE.shape[1]
+        load_FE = self.load_FE[:, :experts]
+        given = (self.share_SE, self.experts_Sk, load_FE)
+        holds_EG = rank[:experts, None] == np.arange(self.ranks)
+        _, _, local_EG = alternate_held(*given, holds_EG, self.capacity, weight, self.target, 1)
+        add_replicas(local_EG, load_FE, holds_EG, slots_a_rank - holds_EG.sum(axis=0), weight, self.target)
+        value = 0.0
+        for part in RAMP:
+            value, holds_EG, _ = alternate_held(
+                *given, holds_EG, self.capacity, part * weight, self.target, self.iterations
+            )
+        return value, holds_EG
+
+
+def shuffled(items: NDArray[np.int64], share: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """A share of the items (at least two) trade places at random."""
+    moved = rng.choice(len(items), size=min(len(items), max(2, round(share * len(items)))), replace=False)
+    kicked = items.copy()
+    kicked[moved] = items[rng.permutation(moved)]
+    return kicked
+
+
 @numba.njit(cache=True)
 def leave_out_share(rows_S, members_T, begin_S, end_S, type_T, experts_Tk, counts_UE, tokens_U, prior_E, kappa):  # type: ignore[no-untyped-def]
     samples, experts, k = len(rows_S), len(prior_E), experts_Tk.shape[1]
@@ -157,3 +218,39 @@ def alternate(share_SE, experts_Sk, load_FE, rank_E, ranks, capacity, weight, ta
         else:
             rank_E = kept
     return best_value, best_rank
+
+
+@numba.njit(cache=True)
+def held_scores(share_SE, holds_EG, k):  # type: ignore[no-untyped-def]
+    """Fixed-point scores [S, G]: k times the share of the experts that each rank holds."""
+    samples, experts = share_SE.shape
+    ranks = holds_EG.shape[1]
+    score = np.empty((samples, ranks), dtype=np.int32)
+    total = np.empty(ranks, dtype=np.float64)
+    for s in range(samples):
+        total[:] = 0.0
+        for e in range(experts):
+            for g in range(ranks):
+                if holds_EG[e, g]:
+                    total[g] += share_SE[s, e]
+        for g in range(ranks):
+            score[s, g] = np.int32(np.rint(total[g] * k * FIXED_POINT))
+    return score
+
+
+@numba.njit(cache=True)
+def alternate_held(share_SE, experts_Sk, load_FE, holds_EG, capacity, weight, target, iterations):  # type: ignore[no-untyped-def]
+    """(J, holds_EG, local_EG): alternate() for placements with replicas (replicas.py), starting from holds_EG."""
+    experts, ranks = holds_EG.shape
+    capacity_G = np.full(ranks, capacity, dtype=np.int64)
+    best, best_EG, best_local_EG = -1e30, holds_EG, np.zeros((experts, ranks), dtype=np.int64)
+    for _ in range(iterations):
+        home_S = capped_owners(held_scores(share_SE, holds_EG, experts_Sk.shape[1]), capacity_G)
+        local_EG = local_counts(experts_Sk, home_S, experts, ranks)
+        now = held_value(local_EG, load_FE, holds_EG, weight, target)
+        if now <= best + 1e-9:
+            break
+        best, best_EG, best_local_EG = now, holds_EG, local_EG
+        holds_EG = holds_EG.copy()
+        trade(local_EG, load_FE, holds_EG, weight, target)
+    return best, best_EG, best_local_EG
