@@ -74,7 +74,7 @@ def test_homes_shared_by_two_layers_too(seed: int) -> None:
 def test_every_upper_bound_is_one_and_the_column_bound_is_close(seed: int) -> None:
     program = random_program(seed, equal=seed % 3 > 0)
     optimum = brute_force(program)
-    column, _ = column_bound(program.counts_LUE[0], program, 5.0)
+    column, _ = column_bound(program.counts_LUE[0], program, 60.0)
     assert min(column, spectral_bound(program), row_bound(program)) >= optimum - 1e-6
     if program.equal_weights:  # few unequal items fill a home in part: there the bound is wide
         assert column <= 1.1 * optimum
