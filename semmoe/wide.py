@@ -18,7 +18,6 @@ from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
 from .traffic import Collective, Int, Traffic
 from .wiring import Wiring
 
-
 TILE = 256  # tokens
 
 

@@ -14,7 +14,7 @@ from semmoe.rows import locality_columns
 from semmoe.run import Run
 from semmoe.served import served_columns
 from semmoe.serving import ServingLoop, TokenRows
-from semmoe.specs import check_fits
+from semmoe.specs import ClusterSpec, check_fits
 from semmoe.steplog import StepLog, step_log_path
 
 from .cost.model import CostModel
@@ -55,8 +55,18 @@ def step_timer(run: Run) -> StepTimer:
         check_fits(run.model, run.cluster, run.recipe.slots // run.ep_size, attention_tp)
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity = str(run.cfg["cost"]["fidelity"])
-    cost = CostModel(run.model, run.cluster, run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
+    cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
     return StepTimer(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
+
+
+def priced_cluster(run: Run) -> ClusterSpec:
+    """The run's cluster, with the figures of the measured database that `cost.silicon` names."""
+    system = run.cfg["cost"].get("silicon")
+    if not system:
+        return run.cluster
+    from .silicon import silicon_cluster  # an optional extra
+
+    return silicon_cluster(run.cluster, run.model, str(system), bool(run.cfg["cost"]["allow_roofline"]))
 
 
 def load_log(run: Run) -> StepLog:

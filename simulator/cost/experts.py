@@ -41,9 +41,14 @@ class ExpertLaw:
 
 
 def fit_expert_law(
-    points: list[tuple[float, float, float]], hidden: int, ffn: int, memory_gbps: float, tflops: float
+    points: list[tuple[float, float, float]],
+    hidden: int,
+    ffn: int,
+    memory_gbps: float,
+    tflops: float,
+    expert_bytes: float | None = None,
 ) -> ExpertLaw:
-    """The law that fits (rows, active, us) points of BF16 experts best in relative terms (robust least squares)."""
+    """The law that fits (rows, active, us) points best in relative terms (robust least squares); experts of BF16 by default."""
     from scipy.optimize import least_squares
 
     rows, active, us = np.array(points, dtype=np.float64).T
@@ -52,7 +57,7 @@ def fit_expert_law(
         return ExpertLaw(memory_gbps, tflops, x[0], x[1], float(np.exp(x[2])), float(np.exp(x[3])))
 
     def error(x: Float) -> Float:
-        return np.log(law(x).time_us(rows, active, hidden, ffn, 6.0 * hidden * ffn) / us)
+        return np.log(law(x).time_us(rows, active, hidden, ffn, expert_bytes or 6.0 * hidden * ffn) / us)
 
     fits = [
         least_squares(

@@ -30,7 +30,7 @@ from simulator.engine import StepTimer
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TOKENS_A_RANK, EXPERTS, TOP_K = 32, 256, 8
-BARS_MS = {64: None, 144: None, 288: 50.0, 576: None, 1024: 200.0}  # ranks: the bar on a step
+BARS_MS = {64: None, 128: None, 288: 50.0, 576: None, 1024: 200.0}  # ranks: the bar on a step
 
 
 def step_timer(ranks: int) -> StepTimer:
