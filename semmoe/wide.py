@@ -110,9 +110,9 @@ def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, l
     place_of = (np.arange(ep_size) % inner).astype(np.uint32)
     leaf_of = leaf_N[nic_G]
     relay_of = np.zeros((node_of[-1] + 1, inner), dtype=np.uint32)
-    for node in range(len(relay_of)):
-        for place in range(inner):
-            relay_of[node, place] = relay(place, node, inner, ep_size)
+    for n in range(len(relay_of)):
+        for i in range(inner):
+            relay_of[n, i] = relay(i, n, inner, ep_size)
     seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(ep_size // inner + 1, dtype=np.uint32)
     stamp = np.uint32(0)
     for begin in range(0, tokens, TILE):  # routes of a tile and counters of a layer both stay in the cache
@@ -137,9 +137,7 @@ def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, l
                     exchanged[layer, rank] += away
                     node, via = np.uint64(node_of[rank]), home
                     if node != here:
-                        via = rank
-                        if dedup:
-                            via = np.uint64(relay_of[node, place])
+                        via = np.uint64(relay_of[node, place]) if dedup else rank
                         if not dedup or seen_node[node] != stamp:
                             seen_node[node] = stamp
                             crossed += 1

@@ -40,7 +40,7 @@ def silicon_cluster(cluster: ClusterSpec, model: ModelSpec, system: str, allow_m
     """The cluster with the database's figures. UserError where collectives or experts of this shape were not measured,
     unless allow_missing, which keeps the cluster's own."""
     folder = system_folder(system)
-    found = {
+    found: dict[str, Any] = {
         "curves": collective_curves(folder),
         "experts": expert_terms(folder, cluster, model),
         "attention": attention_tables(folder, model),
@@ -90,7 +90,11 @@ def collective_curves(folder: Path) -> tuple[Curve, ...]:
 
 def expert_terms(folder: Path, cluster: ClusterSpec, model: ModelSpec) -> dict[str, float]:
     """Fields of the expert law, fitted to this shape's rows; {}: not measured."""
-    shape = {"hidden_size": (model.hidden,), "inter_size": (model.expert_ffn,), "topk": (model.top_k,)}
+    shape: dict[str, Iterable[Any]] = {
+        "hidden_size": (model.hidden,),
+        "inter_size": (model.expert_ffn,),
+        "topk": (model.top_k,),
+    }
     shape |= {
         "num_experts": (model.num_experts,),
         "moe_ep_size": (1,),
@@ -104,7 +108,8 @@ def expert_terms(folder: Path, cluster: ClusterSpec, model: ModelSpec) -> dict[s
     else:
         return {}
     us = 1e3 * table.groupby("num_tokens").latency.min()  # the best kernel of several
-    points = [(float(t) * model.top_k, min(float(t) * model.top_k, model.num_experts), v) for t, v in us.items()]
+    rows = model.top_k * us.index.to_numpy(dtype=float)
+    points = list(zip(rows, rows.clip(max=model.num_experts), us, strict=True))
     tflops = cluster.fp8_tflops if model.expert_dtype == "fp8" and cluster.fp8_tflops else cluster.bf16_tflops
     law = fit_expert_law(points, model.hidden, model.expert_ffn, cluster.memory_gbps, tflops, model.expert_bytes)
     terms = {"memory_efficiency": law.memory_efficiency, "max_mfu": law.max_mfu, "mfu_half_rows": law.half_rows}

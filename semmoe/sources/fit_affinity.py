@@ -70,11 +70,13 @@ START = {"habit": 3.0, "meaning": 24.0, "request": 0.93, "apart": 0.08}
 def model_of(name: str) -> ModelSpec:
     from omegaconf import OmegaConf
 
-    made: ModelSpec = instantiate(OmegaConf.to_container(OmegaConf.load(conf_dir() / f"model/{name}.yaml")), "model")
+    raw: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"model/{name}.yaml"))
+    made: ModelSpec = instantiate(raw, "model")
     return made
 
 
 def starting_profile(model: ModelSpec) -> AffinityProfile:
+    dials: dict[str, Any] = ASSUMED | START
     return AffinityProfile(
         model=model.name,
         num_experts=model.num_experts,
@@ -82,7 +84,7 @@ def starting_profile(model: ModelSpec) -> AffinityProfile:
         layer_ids=list(model.layer_ids),
         vocab_size=model.vocab_size,
         domains=["sharegpt", "lmsys", "mmlu"],
-        **(ASSUMED | START),
+        **dials,
     )
 
 
@@ -164,7 +166,8 @@ def fit(model: ModelSpec, turns: int, tolerance: float, say: Any = print) -> Aff
 
 
 def _with(profile: AffinityProfile, x: NDArray[np.float64]) -> AffinityProfile:
-    return replace(profile, **{name: round(float(v), 4) for name, v in zip(FREE, x, strict=True)})
+    dials: dict[str, Any] = {name: round(float(v), 4) for name, v in zip(FREE, x, strict=True)}
+    return replace(profile, **dials)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
