@@ -32,7 +32,9 @@ class Side(Protocol):
     `rank` is the rank of every expert, of one layer or of all.
     """
 
-    work: float  # operations of one start, roughly
+    @property
+    def work(self) -> float:
+        """Operations of one start, roughly."""
 
     def fresh(self, rng: np.random.Generator) -> NDArray[np.int64]:
         """A random start."""
