@@ -27,8 +27,9 @@ class LocalityMeter:
         self.bytes_by_op: dict[str, float] = {}
         self.node_bytes = self.nic_bytes = self.spine_bytes = self.metadata_bytes = 0.0
         self.tokens = self.steps = 0
-        self._imbalance_sum = self._active_sum = 0.0
-        self._counted = 0
+        self._active_sum = 0.0
+        self._imbalance_sum_L = np.zeros(num_layers)
+        self._counted_L = np.zeros(num_layers, dtype=np.int64)
 
     def add(self, traffic: Traffic) -> None:
         if self.wiring.wide:
@@ -44,9 +45,9 @@ class LocalityMeter:
         self.steps += 1
         mean_L = traffic.expert_rows_LG.mean(axis=1)
         busy = mean_L > 0
-        self._imbalance_sum += float((traffic.expert_rows_LG.max(axis=1)[busy] / mean_L[busy]).sum())
+        self._imbalance_sum_L[busy] += traffic.expert_rows_LG.max(axis=1)[busy] / mean_L[busy]
         self._active_sum += float(traffic.active_experts_LG.max(axis=1)[busy].sum())
-        self._counted += int(busy.sum())
+        self._counted_L += busy
         self.metadata_bytes += traffic.metadata_bytes
         for c in traffic.collectives:
             node, nic, spine = self._tier_bytes(c)
@@ -79,6 +80,11 @@ class LocalityMeter:
         tokens_L = self.homes_LG.sum(axis=1)
         return np.divide(remote_L, tokens_L, out=np.full(len(tokens_L), np.nan), where=tokens_L > 0)
 
+    def imbalance_per_layer_L(self) -> NDArray[np.float64]:
+        """Mean over steps of max/mean expert rows a rank."""
+        counted_L = self._counted_L
+        return np.divide(self._imbalance_sum_L, counted_L, out=np.full(len(counted_L), np.nan), where=counted_L > 0)
+
     def columns(self) -> dict[str, float]:
         """lar, fan_out, imbalance_step / _total, home_imbalance, active_experts, bytes per tier and operation."""
         rows_mean = self.rows_LG.mean(axis=1)
@@ -86,14 +92,14 @@ class LocalityMeter:
         with np.errstate(invalid="ignore", divide="ignore"):
             total = np.where(rows_mean > 0, self.rows_LG.max(axis=1) / rows_mean, np.nan)
             home = np.where(homes_mean > 0, self.homes_LG.max(axis=1) / homes_mean, np.nan)
-        counted = max(self._counted, 1)
+        counted = int(self._counted_L.sum())
         return {
             "lar": _mean(self.lar_per_layer_L()),
             "fan_out": _mean(self.fan_out_per_layer_L()),
-            "imbalance_step": self._imbalance_sum / counted if self._counted else float("nan"),
+            "imbalance_step": float(self._imbalance_sum_L.sum()) / counted if counted else float("nan"),
             "imbalance_total": _mean(total),
             "home_imbalance": _mean(home),
-            "active_experts": self._active_sum / counted if self._counted else float("nan"),
+            "active_experts": self._active_sum / counted if counted else float("nan"),
             "node_bytes": self.node_bytes,
             "nic_bytes": self.nic_bytes,
             "spine_bytes": self.spine_bytes,

@@ -92,6 +92,11 @@ def _columns() -> dict[str, Column]:
     columns |= {
         "lar_per_layer": Column("str", "LAR of each MoE layer: JSON list"),
         "fan_out_per_layer": Column("str", "fan-out of each MoE layer: JSON list"),
+        "imbalance_per_layer": Column("str", "imbalance_step of each MoE layer: JSON list"),
+        "assignment_pairs": Column(
+            "str", "assignments [home rank][serving rank], all steps and layers: JSON (to 64 ranks)"
+        ),
+        "rank_pairs": Column("str", "distinct (token, serving rank) pairs [home rank][serving rank], likewise: JSON"),
         "imbalance_step": Column("float", "mean over steps and layers of max/mean expert rows a rank"),
         "imbalance_total": Column("float", "max/mean expert rows a rank over the whole set, mean over layers"),
         "home_imbalance": Column("float", "max/mean tokens a home rank over the whole set, mean over layers"),
@@ -120,11 +125,16 @@ def _columns() -> dict[str, Column]:
         "layer_ms_ci_high": Column("float", "layer_ms, upper end of the 95 % bootstrap interval"),
         "throughput_rps": Column("float", "finished requests a second"),
         "goodput_rps": Column("float", "finished requests a second within the SLO"),
+        "slo_ttft_ms": Column("float", "bound on ttft that goodput was counted with"),
+        "slo_tpot_ms": Column("float", "bound on tpot that goodput was counted with"),
         "preemptions": Column("int", "requests restarted for lack of KV cache"),
         "prefix_hit_rate": Column(
             "float", "prompt tokens whose KV the request's rank held already / all prompt tokens"
         ),
         "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
+        "step_timeline": Column(
+            "str", "one step's first MoE layers by phase and rank (simulator): JSON, timeline_trace.py"
+        ),
         "steps_file": Column("str", "log of the step plans beside the row, for simulate replay="),
     }
     return columns

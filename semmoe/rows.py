@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from .locality import LocalityMeter
 
+MOST_RANKS_IN_PAIRS = 64
+
 
 def locality_columns(meter: LocalityMeter, suffix: str) -> dict[str, Any]:
     """Columns of a row from the Traffic that was counted; suffix "replayed" (simulator) or "measured" (harness)."""
@@ -26,12 +28,22 @@ def locality_columns(meter: LocalityMeter, suffix: str) -> dict[str, Any]:
         f"bytes_per_token_{suffix}": payload / meter.tokens if meter.tokens else None,
         "lar_per_layer": _json_list(meter.lar_per_layer_L()),
         "fan_out_per_layer": _json_list(meter.fan_out_per_layer_L()),
+        "imbalance_per_layer": _json_list(meter.imbalance_per_layer_L()),
+        "assignment_pairs": _json_pairs(meter.assignment_pairs_LGG),
+        "rank_pairs": _json_pairs(meter.rank_pairs_LGG),
         **columns,
     }
 
 
 def _json_list(values: NDArray[np.float64]) -> str:
     return json.dumps([None if np.isnan(v) else round(float(v), 6) for v in values])
+
+
+def _json_pairs(pairs_LGG: NDArray[np.int64]) -> str | None:
+    """Pairs over all layers; nothing where no token has a home, and for more ranks than a picture can show."""
+    if pairs_LGG.shape[1] > MOST_RANKS_IN_PAIRS or not pairs_LGG.any():
+        return None
+    return json.dumps(pairs_LGG.sum(axis=0).tolist())
 
 
 def label(group: dict[str, Any] | None) -> str:

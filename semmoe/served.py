@@ -45,4 +45,6 @@ def served_columns(
         **{name: float(value) for name, value in rates.items()},
         "preemptions": int(preemptions),
         "prefix_hit_rate": float(prefix_hit_rate),
+        "slo_ttft_ms": float(slo["ttft_ms"]),
+        "slo_tpot_ms": float(slo["tpot_ms"]),
     }

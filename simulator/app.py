@@ -19,11 +19,13 @@ from semmoe.steplog import StepLog, step_log_path
 
 from .cost.model import CostModel
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
+from .timeline_trace import KEPT_STEPS, step_timeline
 
 
 def simulate(run: Run) -> dict[str, Any]:
     """The row of a run: its fixed batches, its served workload, or (replay=FOLDER) the step plans of a measured run."""
     timer = step_timer(run)
+    timer.timeline.keep_traffic = KEPT_STEPS
     row = run.identity("simulator", "modelled", "cost_model")
     if run.kind == "batches":
         timeline = simulate_batches(run.batch_steps(), timer, show=True)
@@ -36,9 +38,8 @@ def simulate(run: Run) -> dict[str, Any]:
         loop = run.serving_loop()
         timeline = simulate_serving(loop, timer, show=True)
         row |= served(loop, run.cfg["slo"])
-    return (
-        row | locality_columns(timeline.meter, "replayed") | time_columns(timeline) | {"provenance": told(timer, run)}
-    )
+    row |= {"provenance": told(timer, run), "step_timeline": step_timeline(timeline, timer.cost)}
+    return row | locality_columns(timeline.meter, "replayed") | time_columns(timeline)
 
 
 def served(loop: ServingLoop, slo: Mapping[str, float]) -> dict[str, Any]:

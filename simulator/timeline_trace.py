@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,16 @@ from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
 from semmoe.results import write_atomically
 from semmoe.run import Run
+from semmoe.traffic import Traffic
 
 from .cost.model import CostModel
 from .engine import StepTimer, Timeline, simulate_batches, simulate_serving
-from .layer import PHASES
+from .layer import PHASES, LayerTimes
 
 EXCHANGES = ("srs", "dispatch", "combine", "sag")
 PROCESS = 1
+KEPT_STEPS = 8  # of every run, for the step_timeline column
+SHOWN_LAYERS = 3
 
 
 def recorded(run: Run, steps: int) -> tuple[Timeline, StepTimer]:
@@ -58,7 +62,6 @@ def trace_events(timeline: Timeline, cost: CostModel) -> list[dict[str, Any]]:
 
 def _step(timeline: Timeline, cost: CostModel, index: int) -> Iterator[dict[str, Any]]:
     times, traffic, start_ms = timeline.steps[index], timeline.traffic[index], timeline.start_ms[index]
-    own = cost.by_rank(traffic) if traffic.tokens else {}
     plan = timeline.plans[index] if index < len(timeline.plans) else None
     yield _counter(
         "LAR", start_ms, float(traffic.local_assignments_L().sum() / max(traffic.assignment_pairs_LGG.sum(), 1))
@@ -66,20 +69,59 @@ def _step(timeline: Timeline, cost: CostModel, index: int) -> Iterator[dict[str,
     if plan is not None:
         yield _counter("running requests", start_ms, len(plan.request_N))
     now = start_ms
-    for layer in range(traffic.num_layers if traffic.tokens else 0):
-        said = {"step": index, "layer": layer, "tokens": traffic.tokens}
-        phases = [("attention", times.attention_ms)] if times.attention_ms else []
-        phases += [(name, float(times.phases_L[name][layer])) for name in PHASES if name in times.phases_L]
-        for name, duration_ms in phases:
-            for rank in range(cost.ep_size):
-                busy_ms = min(float(own[name][layer, rank]), duration_ms) if name in own else duration_ms
-                if busy_ms > 0:
-                    yield _bar(name, rank, now, busy_ms, said)
-            now += duration_ms
+    for span in layer_spans(times, cost, traffic):
+        said = {"step": index, "layer": span.layer, "tokens": traffic.tokens}
+        for rank, busy_ms in enumerate(span.busy_ms_G):
+            if busy_ms > 0:
+                yield _bar(span.phase, rank, start_ms + span.start_ms, busy_ms, said)
+        now = start_ms + span.start_ms + span.duration_ms
     rest_ms = start_ms + times.step_ms - now
     for rank in range(cost.ep_size):
         if rest_ms > 1e-9:
             yield _bar("outside MoE layers", rank, now, rest_ms, {"step": index})
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of one MoE layer of a step: all ranks begin it at start_ms and the next begins duration_ms later;
+    rank g works for busy_ms_G[g] of it and waits for the rest."""
+
+    phase: str
+    layer: int
+    start_ms: float
+    duration_ms: float
+    busy_ms_G: tuple[float, ...]
+
+
+def layer_spans(times: LayerTimes, cost: CostModel, traffic: Traffic) -> Iterator[Span]:
+    """The phases of all MoE layers of one step in order, from 0 ms on."""
+    if not traffic.tokens:
+        return
+    own, now = cost.by_rank(traffic), 0.0
+    for layer in range(traffic.num_layers):
+        phases = [("attention", times.attention_ms)] if times.attention_ms else []
+        phases += [(name, float(times.phases_L[name][layer])) for name in PHASES if name in times.phases_L]
+        for name, duration_ms in phases:
+            busy_ms = np.minimum(own[name][layer], duration_ms) if name in own else np.full(cost.ep_size, duration_ms)
+            yield Span(name, layer, now, duration_ms, tuple(busy_ms.tolist()))
+            now += duration_ms
+
+
+def step_timeline(timeline: Timeline, cost: CostModel) -> str | None:
+    """Column step_timeline: of the kept step with the most tokens, the first SHOWN_LAYERS MoE layers as JSON.
+
+    {"tokens", "layers", "spans": [[phase, layer, start_ms, duration_ms, [busy_ms of every rank]], ...]}
+    """
+    if not timeline.traffic:
+        return None
+    index = max(range(len(timeline.traffic)), key=lambda i: timeline.traffic[i].tokens)
+    traffic = timeline.traffic[index]
+    spans = [
+        [s.phase, s.layer, round(s.start_ms, 5), round(s.duration_ms, 5), [round(b, 5) for b in s.busy_ms_G]]
+        for s in layer_spans(timeline.steps[index], cost, traffic)
+        if s.layer < SHOWN_LAYERS
+    ]
+    return json.dumps({"tokens": traffic.tokens, "layers": traffic.num_layers, "spans": spans})
 
 
 def _bar(name: str, rank: int, start_ms: float, duration_ms: float, said: dict[str, Any]) -> dict[str, Any]:
