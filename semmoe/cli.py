@@ -31,6 +31,7 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
   semmoe validate [data=DIR|FILE]         the cost model against public measurements that it was not fitted to
   semmoe slo [slo=paper|absolute] [key=value ...]   throughput under SLO, by bisection over the request rate
   semmoe timeline [out=DIR] [key=value ...]         a simulated run for Perfetto, with its pair traffic
+  semmoe breakeven [clusters=A,B] [key=value ...]   from which LAR and batch size on locality pays
   semmoe evaluate policies [--trace ...]  every policy on held-out routes, with spread
   semmoe policies                         every policy that can be named, with what it does
 
@@ -196,6 +197,11 @@ def timeline(rest: Sequence[str]) -> int:
     return int(_backend("simulator.timeline_trace", "harness").main(rest) or 0)
 
 
+def breakeven(rest: Sequence[str]) -> int:
+    """Map of the LAR and batch size from which locality pays, cluster by cluster, through the cost model."""
+    return int(_backend("simulator.breakeven", "harness").main(rest) or 0)
+
+
 def evaluate(rest: Sequence[str]) -> int:
     from .evaluate import main as evaluate_main
 
@@ -239,6 +245,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "slo": slo,
     "timeline": timeline,
+    "breakeven": breakeven,
     "trace": trace,
     "policies": policies,
 }

@@ -43,14 +43,13 @@ class Judged:
 
 def answer(comparison: Comparison) -> Verdict:
     """The box on top of a comparison's report."""
-    judged = [best for best in map(_best, _settings(comparison)) if best is not None]
+    judged = judged_settings(comparison)
     if not judged:
         told = (
             "No row without a policy stands beside the others: contiguous experts, requests in turn, tokens in order."
         )
         points = [("Why", told), ("What next", "Sweep the baseline too, such as placement=contiguous,semantic.")]
         return Verdict("open", "No answer: there is no pair of a baseline and a policy to compare.", points)
-    judged.sort(key=lambda j: (RANK[j.outcome], j.side != "measured", -j.line.gain_pct))
     top = judged[0]
     many = len(judged) > 1
     points = [("By how much", _how_much(top))]
@@ -58,6 +57,12 @@ def answer(comparison: Comparison) -> Verdict:
         points.append(("Where", _where(comparison, judged)))
     points += [("Why", why(comparison, top.line, top.base, top.side)), ("How sure", _how_sure(comparison, top))]
     return Verdict(top.outcome, _headline_many(judged) if many else _headline(top), points)
+
+
+def judged_settings(comparison: Comparison) -> list[Judged]:
+    """The best of every setting that has a baseline; what the verdict is about comes first."""
+    judged = [best for best in map(_best, _settings(comparison)) if best is not None]
+    return sorted(judged, key=lambda j: (RANK[j.outcome], j.side != "measured", -j.line.gain_pct))
 
 
 def _settings(comparison: Comparison) -> list[pd.DataFrame]:

@@ -17,6 +17,9 @@ BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PURPLE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7")  # fmt: skip
 BLACK, GREY, PALE, GRID, PAPER = "#1A1A1A", "#6B6B6B", "#E8EEF2", "#E0E0E0", "#FFFFFF"
 WIDTH_IN = 9.0
+COLOURS, MARKERS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK), "os^Dv"
+PHASES = {"attention": "#B8A0C8", "plan": GREY, "gate": YELLOW, "permute": PURPLE, "srs": SKY, "dispatch": BLUE,
+          "experts": GREEN, "combine": ORANGE, "sag": RED, "other": "#BBBBBB"}  # fmt: skip
 
 STYLE: Any = {
     "font.size": 9, "font.family": ["sans-serif"], "text.parse_math": False, "axes.labelcolor": BLACK, "text.color": BLACK,
@@ -64,6 +67,15 @@ def labels(table: pd.DataFrame) -> list[str]:
     """`#3 dp / semantic / ...` of every line, over at most three lines."""
     named = (clean(f"#{i} {name}") for i, name in enumerate(table.configuration, 1))
     return ["\n".join(textwrap.wrap(text, 44, max_lines=3, break_on_hyphens=False)) for text in named]
+
+
+def legend_below(figure: Any, handles: dict[str, Any]) -> None:
+    """A legend of {name: handle} below the axes, in as many columns as the names leave room for; the figure grows by it."""
+    widest_in = 0.6 + 0.058 * max(map(len, handles), default=1)  # of 7.5 point text, and its sign
+    columns = max(1, min(3, int(WIDTH_IN / widest_in)))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.15 * -(-len(handles) // columns) + 0.15)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=7.5)
 
 
 def bars(names: list[str], series: Sequence[Series], label: str, start: float = 0.0, absent: str = "") -> Any:

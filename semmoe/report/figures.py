@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,15 +14,16 @@ from ..results import SERVED
 from .draw import (
     BLACK,
     BLUE,
+    COLOURS,
     GREEN,
     GREY,
+    MARKERS,
     ORANGE,
     PALE,
-    PURPLE,
+    PHASES,
     RED,
     SKY,
     WIDTH_IN,
-    YELLOW,
     Series,
     bars,
     beside,
@@ -32,11 +31,12 @@ from .draw import (
     errors,
     frame,
     labels,
+    legend_below,
     subplots,
 )  # fmt: skip
 
-PHASES = {"plan": GREY, "gate": YELLOW, "permute": PURPLE, "srs": SKY, "dispatch": BLUE, "experts": GREEN,
-          "combine": ORANGE, "sag": RED, "other": "#BBBBBB"}  # fmt: skip
+LAYER_COLUMNS = {"lar_per_layer": ("local activation rate", 0), "fan_out_per_layer": ("fan-out (remote ranks a token)", 0),
+                 "imbalance_per_layer": ("busiest rank / mean, a step", 1)}  # fmt: skip
 LEGEND_LINES = 24  # more lines than this cannot be told apart: they show the spread alone
 THREE = (("planned", ORANGE, ""), ("replayed", SKY, "...."), ("measured", BLUE, "////"))
 
@@ -178,33 +178,28 @@ def _three(comparison: Comparison, name: str, label: str) -> Any:
 
 
 def per_layer(comparison: Comparison) -> Any:
-    """LAR and fan-out of every MoE layer: measured, or replayed where nothing was measured. Beyond 24 configurations the lines show their spread alone; the table has the figures."""  # noqa: E501
-    count = len(comparison.table)
-    legend_in = 0.09 * count + 0.2 if count <= LEGEND_LINES else 0.0
-    figure, (left, right) = subplots(1, 2, figsize=(WIDTH_IN, 3.0 + legend_in))
-    colours = [BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK]
+    """LAR, fan-out and imbalance of every MoE layer: measured, or replayed where nothing was measured. A layer out of line is where a placement fails, or where the model routes otherwise. Beyond 24 configurations the lines show their spread alone; the table has the figures."""  # noqa: E501
+    figure, every = subplots(1, 3, figsize=(WIDTH_IN, 3.0))
     drawn = False
     for i, (name, line) in enumerate(zip(labels(comparison.table), comparison.table.itertuples(), strict=True)):
         rows = comparison.rows[comparison.rows.key == line.key].sort_values("backend", kind="stable")  # harness first
         style = {
-            "color": colours[i % 8],
+            "color": COLOURS[i % 8],
             "linestyle": ("-", "--", ":")[i // 8 % 3],
-            "marker": "os^Dv"[i % 5],
+            "marker": MARKERS[i % 5],
             "markersize": 4,
         }
-        for axes, column in ((left, "lar_per_layer"), (right, "fan_out_per_layer")):
+        for axes, column in zip(every, LAYER_COLUMNS, strict=True):
             known = rows[column].dropna()
             values = np.array(json.loads(known.iloc[0]) if len(known) else [], dtype=float)
             if len(values) and not np.isnan(values).all():
-                axes.plot(
-                    np.arange(len(values)), values, label=name.replace("\n", " ") if axes is left else None, **style
-                )
+                axes.plot(np.arange(len(values)), values, label=name.replace("\n", " "), **style)
                 drawn = True
-    for axes, label in ((left, "local activation rate"), (right, "fan-out (remote ranks a token)")):
-        axes.set(xlabel="MoE layer", ylabel=label, ylim=(0, None))
+    for axes, (label, least) in zip(every, LAYER_COLUMNS.values(), strict=True):
+        axes.set(xlabel="MoE layer", ylabel=label, ylim=(least, None))
         axes.xaxis.get_major_locator().set_params(integer=True)
-    if legend_in:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=7.5)
+    if len(comparison.table) <= LEGEND_LINES:
+        legend_below(figure, {n: h for axes in every for h, n in zip(*axes.get_legend_handles_labels(), strict=True)})
     return figure if drawn else None
 
 
@@ -241,42 +236,3 @@ def served(comparison: Comparison) -> Any:
         )
     axes[0][0].legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
     return figure
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A figure of the report: heading, how it is drawn (its docstring is the caption), columns that its alt text sums up."""
-
-    heading: str
-    draw: Callable[[Comparison], Any]
-    columns: Sequence[str]
-
-    @property
-    def caption(self) -> str:
-        return (self.draw.__doc__ or "").strip()
-
-    def alt(self, table: pd.DataFrame) -> str:
-        """What the picture shows, for who does not see it: heading, caption, and the range of each column."""
-        told = []
-        for name in self.columns:
-            values = table[name].dropna().astype(float)
-            if len(values):
-                told.append(f"{name.replace('_', ' ')} {values.min():.4g} to {values.max():.4g}")
-        return f"{self.heading}. {self.caption} {len(table)} configurations: {'; '.join(told)}."
-
-
-def _both(name: str) -> tuple[str, str]:
-    return (f"{name}_ms_predicted", f"{name}_ms_measured")
-
-
-FIGURES = {
-    "gain": Entry("Does it pay?", gain, ("gain_pct",)),
-    "latency": Entry("Layer latency, predicted and measured", latency, _both("layer")),
-    "parity": Entry("Predicted against measured", parity, _both("layer")),
-    "phases": Entry("Where a layer's time goes", phases, _both("layer")),
-    "locality": Entry("Local activation rate (LAR)", locality, [f"lar_{w}" for w, *_ in THREE]),
-    "fan_out": Entry("Fan-out", fan_out, [f"fan_out_{w}" for w, *_ in THREE]),
-    "per_layer": Entry("LAR and fan-out by layer", per_layer, ("lar_measured", "fan_out_measured")),
-    "imbalance": Entry("Imbalance", imbalance, ("imbalance_step", "imbalance_total", "home_imbalance")),
-    "served": Entry("Served requests", served, [c for n in SERVED for c in _both(n)]),
-}

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from ..compare import Comparison
 from ..results import write_atomically
 from .answer import answer
+from .catalog import FIGURES
 from .embed import remove_files
-from .figures import FIGURES
 from .page import Section, figure, page
 from .tables import cards, environment, result_table, verdict_table
 from .words import shared_line, summary_lines

@@ -18,8 +18,8 @@ from compare_rows import measured, row
 from semmoe.compare import compare
 from semmoe.errors import UserError
 from semmoe.report import write_report
+from semmoe.report.catalog import FIGURES
 from semmoe.report.embed import themed
-from semmoe.report.figures import FIGURES
 from semmoe.results import write_row
 
 HOSTILE = ("<script>alert(1)</script>", "$\\frac{$ & \"quoted\", 'name'", "</svg>]]><b>\x07\nline two {{TITLE}}")
