@@ -17,22 +17,12 @@ from .breakeven import WORTH_PCT, BreakEven
 
 EDGES_PCT = (-100, -40, -20, -10, -5, 5, 10, 20, 40, 60, 80, 100)  # of the colours; the middle one is "no difference"
 COLOURS = (
-    "#5E2500",
-    "#8C3B00",
-    "#D55E00",
-    "#EFB58E",
-    "#F4F4F4",
-    "#D3E5F2",
-    "#A6CCE6",
-    "#6DADD6",
-    "#2F86BF",
-    "#0B5A91",
-    "#08306B",
-)
+    "#5E2500", "#8C3B00", "#D55E00", "#EFB58E", "#F4F4F4", "#D3E5F2", "#A6CCE6", "#6DADD6", "#2F86BF", "#0B5A91", "#08306B",
+)  # fmt: skip
 CAPTION = (
-    "Time saved against the better baseline, by the LAR that a policy reaches (upwards, from chance = 1 / ranks) and the tokens "
-    "of a rank in one batch. Blue pays, orange costs, near-white is within 5 %: no difference. Grey cannot be priced from what "
-    "was measured on this cluster. Ranks are loaded evenly."
+    "Time saved against the better baseline, by the LAR that a policy reaches (upwards) and the tokens of a rank in one batch. "
+    "Blue pays, orange costs, near-white is within 5 %: no difference. Grey: below chance (1 / ranks), or not measured on this "
+    "cluster. Ranks are loaded evenly; at a few tokens a rank, steps come from the measured curves of small messages."
 )
 
 
@@ -41,10 +31,9 @@ def write_page(path: Path, maps: Sequence[BreakEven], about: str, command: str) 
     alt = f"Break-even maps of {', '.join(m.cluster for m in maps)}; {about}. " + " ".join(
         told for _, told in _points(maps)
     )
+    note = f"Least LAR: from it on, {WORTH_PCT:g} % of the layer's time is saved. Empty: not even LAR 1 saves as much."
     sections = [
-        table(
-            "least_lar", "Least LAR that pays", least_lar(maps), "Empty: not even LAR 1 saves time at this batch size."
-        ),
+        table("least_lar", "Least LAR that pays", least_lar(maps), note),
         figure("breakeven", "Where locality pays", draw(maps), CAPTION, alt, path.parent / "figures"),
     ]
     write_atomically(path, page(f"semmoe: break-even of locality, {about}", sections, verdict(maps), about, command))

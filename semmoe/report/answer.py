@@ -20,6 +20,7 @@ from .page import Verdict
 from .reason import why
 
 SHOWN_SETTINGS = 6
+PREDICTED = " This is a prediction; nothing was measured."
 RANK = {"gain": 0, "open": 1, "even": 2, "loss": 3}
 
 
@@ -107,21 +108,23 @@ def _headline(best: Judged) -> str:
         "loss": f"No: {_none_of(best)} faster than the better baseline; the best is {_size(best.line.gain_pct)} % slower.",
         "open": "Undecided: measured once, which does not show how much runs differ.",
     }[best.outcome]
-    return text + (" This is a prediction; nothing was measured." if best.side == "predicted" else "")
+    return text + (PREDICTED if best.side == "predicted" else "")
 
 
 def _headline_many(judged: list[Judged]) -> str:
     count = {outcome: sum(j.outcome == outcome for j in judged) for outcome in RANK}
-    side = "" if all(j.side == "measured" for j in judged) else " (predicted where nothing was measured)"
-    told = [
-        f"It pays in {count['gain']} of {len(judged)} settings"
-        if count["gain"]
-        else f"It pays in none of {len(judged)} settings"
-    ]
-    told += [f"no gain in {count['even']}"] if count["even"] else []
-    told += [f"a loss in {count['loss']}"] if count["loss"] else []
-    told += [f"undecided in {count['open']}"] if count["open"] else []
-    return ", ".join(told) + side + "."
+    text = f"It pays in {count['gain'] or 'none'} of {len(judged)} settings"
+    gains = sorted(j.line.gain_pct for j in judged if j.outcome == "gain")
+    if gains:
+        text += f", by {_size(gains[0])} to {_size(gains[-1])} %" if len(gains) > 1 else f", by {_size(gains[0])} %"
+    for outcome, words in (("even", "no gain in"), ("loss", "a loss in"), ("open", "undecided in")):
+        text += f", {words} {count[outcome]}" if count[outcome] else ""
+    predicted = [j.side == "predicted" for j in judged]
+    return (
+        text
+        + "."
+        + (PREDICTED if all(predicted) else " Part of it is predicted, not measured." if any(predicted) else "")
+    )
 
 
 def _none_of(best: Judged) -> str:
@@ -157,10 +160,11 @@ def _where(comparison: Comparison, judged: list[Judged]) -> str:
 
 
 def _how_sure(comparison: Comparison, best: Judged) -> str:
+    rows = comparison.rows[comparison.rows.key == best.line.key]
+    trace = f" Routes: the held-out part of {', '.join(sorted(set(rows.trace)))}."
     if best.side == "predicted":
-        rows = comparison.rows[comparison.rows.key == best.line.key]
         sources = ", ".join(sorted(set(rows.provenance.dropna())))
-        return f"Predicted alone, from: {sources}. `semmoe measure` with the same overrides measures it."
+        return f"Predicted alone, from: {sources}. `semmoe measure` with the same overrides measures it.{trace}"
     told = [f"{best.line.repeats} repeats" if best.line.repeats > 1 else "one repeat; repeats=3 gives an interval"]
     spread = best.line[f"{best.metric}_spread_pct"]
     if not math.isnan(spread):
@@ -171,7 +175,7 @@ def _how_sure(comparison: Comparison, best: Judged) -> str:
     errors = comparison.summary.get(best.metric)
     if errors:
         text += f" The simulator was {errors['median_error_pct']:.0f} % off in the median of {errors['count']} configurations."
-    return text
+    return text + trace
 
 
 def _size(pct: float) -> str:

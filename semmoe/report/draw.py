@@ -117,3 +117,15 @@ def errors(values: Any, low: Any, high: Any) -> Any:
     values = np.asarray(values, dtype=float)
     sides = [values - np.asarray(low, dtype=float), np.asarray(high, dtype=float) - values]
     return np.nan_to_num(np.clip(sides, 0, None))
+
+
+def plain_ticks(axis: Any, ends: Any) -> None:
+    """Round numbers instead of powers of ten, also where the data span less than a decade."""
+    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
+
+    decades = 10.0 ** np.arange(np.floor(np.log10(ends[0])), np.ceil(np.log10(ends[1])) + 1)
+    steps = (1, 1.5, 2, 3, 5, 7) if ends[1] / ends[0] < 20 else (1, 3)
+    ticks = np.unique([d * s for d in decades for s in steps])
+    axis.set_major_locator(FixedLocator(ticks[(ticks >= ends[0]) & (ticks <= ends[1])]))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -32,6 +32,7 @@ from .draw import (
     frame,
     labels,
     legend_below,
+    plain_ticks,
     subplots,
 )  # fmt: skip
 
@@ -106,22 +107,10 @@ def parity(comparison: Comparison) -> Any:
                       xytext=(0, (8, -14)[i % 2]), textcoords="offset points")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured layer latency (ms)",
              ylabel="predicted layer latency (ms)")  # fmt: skip
-    _plain_ticks(axes.xaxis, ends)
-    _plain_ticks(axes.yaxis, ends)
+    plain_ticks(axes.xaxis, ends)
+    plain_ticks(axes.yaxis, ends)
     axes.legend(loc="upper left")
     return figure
-
-
-def _plain_ticks(axis: Any, ends: Any) -> None:
-    """Round numbers instead of powers of ten, also where the data span less than a decade."""
-    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
-
-    decades = 10.0 ** np.arange(np.floor(np.log10(ends[0])), np.ceil(np.log10(ends[1])) + 1)
-    steps = (1, 1.5, 2, 3, 5, 7) if ends[1] / ends[0] < 20 else (1, 3)
-    ticks = np.unique([d * s for d in decades for s in steps])
-    axis.set_major_locator(FixedLocator(ticks[(ticks >= ends[0]) & (ticks <= ends[1])]))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def phases(comparison: Comparison) -> Any:
@@ -226,6 +215,8 @@ def served(comparison: Comparison) -> Any:
     for one, name in zip(axes[0], names, strict=True):
         for shift, side, colour, hatch in ((-0.2, "predicted", SKY, ""), (0.2, "measured", BLUE, "////")):
             values = shown[f"{name}_ms_{side}"].astype(float)
+            if values.isna().all():
+                continue
             one.barh(
                 np.arange(len(shown)) + shift, values, 0.38, color=colour, hatch=hatch, edgecolor="white", label=side
             )

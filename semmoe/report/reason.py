@@ -20,6 +20,7 @@ def why(comparison: Comparison, line: Any, base: Any, side: str) -> str:
     ours, theirs = (_phases(comparison.rows, which.key, backend) for which in (line, base))
     facts = [f"{name} {before:{form}} → {after:{form}}" for name, before, after, form in (
         ("LAR", base[f"lar_{counted}"], line[f"lar_{counted}"], ".2f"),
+        ("fan-out", base[f"fan_out_{counted}"], line[f"fan_out_{counted}"], ".2f"),
         ("payload kB a token", base[f"bytes_per_token_{counted}"] / 1e3, line[f"bytes_per_token_{counted}"] / 1e3, ".3g"),
         ("busiest rank / mean", base.imbalance_step, line.imbalance_step, ".2f"),
         ("exchange ms", theirs["exchange"], ours["exchange"], ".3g"), ("experts ms", theirs["experts"], ours["experts"], ".3g"),

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..compare import Comparison
-from .draw import BLACK, COLOURS, MARKERS, WIDTH_IN, clean, errors, legend_below, subplots
+from .draw import BLACK, COLOURS, MARKERS, WIDTH_IN, clean, errors, legend_below, plain_ticks, subplots
 from .reason import EXCHANGES
 
 MOST_LINES = 8  # more cannot be told apart
@@ -18,7 +18,7 @@ ALL_PHASES = ("plan", "gate", "permute", "experts", "other", *EXCHANGES)
 
 
 def rates(comparison: Comparison) -> Any:
-    """Served requests at rising rates: how slow the slowest tenth becomes (90th percentile) as more requests finish a second; lower and further right is better. Lines are simulated, marks measured (whiskers: all repeats). The dashed line is the SLO; a curve that turns upwards is at its limit."""  # noqa: E501
+    """Served requests at rising rates: how slow the slowest tenth becomes (90th percentile) as more requests finish a second; lower and further right is better. Lines with small marks are simulated, large marks measured (whiskers: all repeats). The dashed line is the SLO; a curve that turns upwards is at its limit."""  # noqa: E501
     lines = list(_series(comparison, "rate_rps"))
     if not lines:
         return None
@@ -45,6 +45,7 @@ def rates(comparison: Comparison) -> Any:
             told = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
             one.annotate(f"SLO {bound:g} ms", (1, bound), **told)
         one.set(xlabel="finished requests a second", xlim=(0, None), yscale="log")
+        plain_ticks(one.yaxis, one.get_ylim())
         one.set_ylabel(f"{name.upper()}, 90th percentile (ms)")
     handles = dict(
         zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True)
@@ -69,7 +70,7 @@ def _rate_point(comparison: Comparison, key: str, name: str) -> dict[str, tuple[
 
 
 def batch_sizes(comparison: Comparison) -> Any:
-    """Left: share of an MoE layer's time that is exchange (of all phases), the most that locality can save. Right: time saved against the better baseline, with its 95 % interval where measured; above 0 it pays, and where the line crosses 0 is the break-even batch size. Lines are predicted, marks measured."""  # noqa: E501
+    """Left: share of an MoE layer's time that is exchange (of all phases), the most that locality can save. Right: time saved against the better baseline, with its 95 % interval where measured; above 0 it pays, and where the line crosses 0 is the break-even batch size. Lines with small marks are predicted, large marks measured."""  # noqa: E501
     lines = list(_series(comparison, "batch_tokens"))
     if not lines:
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+PAIRS = json.dumps([[40, 10, 30, 20], [10, 40, 20, 30], [30, 20, 40, 10], [20, 30, 10, 40]])
+SPANS = [["dispatch", 0, 0.0, 6.0, [6.0] * 4], ["experts", 0, 6.0, 4.0, [4.0, 3.0, 2.0, 4.0]]]
 AXES = {
     "cluster": "local",
     "seed": 0,
@@ -24,6 +26,7 @@ def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict
         "workload": "batches", "batch_tokens": 512, "dtype": "fp32", "scope": "moe_layers", "axes": json.dumps(AXES),
         "tokens": 1000, "steps": 2, "provenance": "test", "lar_planned": 0.26, "fan_out_planned": 2.1,
         "bytes_per_token_planned": 100.0, "lar_per_layer": "[0.25, 0.25]", "fan_out_per_layer": "[2.1, 2.1]",
+        "imbalance_per_layer": "[1.1, 1.1]", "assignment_pairs": PAIRS, "rank_pairs": PAIRS,
         "imbalance_step": 1.1, "imbalance_total": 1.05, "home_imbalance": 1.0, "active_experts": 8.0, "node_bytes": 5000.0,
         "nic_bytes": 0.0, "metadata_bytes": 80.0, "dispatch_bytes": 2500.0, "combine_bytes": 2500.0, "layer_ms": 10.0,
         "step_ms": 20.0, "dispatch_ms": 6.0, "experts_ms": 4.0,
@@ -31,6 +34,8 @@ def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict
         f"fan_out_{'measured' if measured else 'replayed'}": 2.1,
         f"bytes_per_token_{'measured' if measured else 'replayed'}": 101.0,
     }  # fmt: skip
+    if not measured:
+        base |= {"step_timeline": json.dumps({"tokens": 512, "layers": 2, "spans": SPANS})}
     if measured:
         base |= {"environment": json.dumps({"cores": 2, "load_1min": 1.5})}
     return base | changes
