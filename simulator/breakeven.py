@@ -64,17 +64,19 @@ def even_traffic(model: ModelSpec, spec: DispatchSpec, ranks: int, tokens_per_ra
     any of them with 1 - (1 - p)^k, and of its E/G experts a share 1 - (1 - 1/n)^rows has a row. tp_replicated: no homes.
     """
     rows, experts = tokens_per_rank * spec.top_k, model.num_experts / ranks
-    rows_LG = np.full((1, ranks), float(rows))
-    active_LG = np.full((1, ranks), experts * (1 - (1 - 1 / max(experts, 1.0)) ** rows))
+    rows, experts = tokens_per_rank * spec.top_k, model.num_experts / ranks
     share_GG = np.full((ranks, ranks), (1 - lar) / max(ranks - 1, 1))
     np.fill_diagonal(share_GG, lar if ranks > 1 else 1.0)
+    # Traffic's arrays count whole rows; expected ones are fractions, and the cost model prices them alike
     homes_LG: Any = np.full((1, ranks), tokens_per_rank)
-    pairs: Any = (rows * share_GG)[None]
-    distinct: Any = (tokens_per_rank * (1 - (1 - share_GG) ** spec.top_k))[None]
+    pairs_LGG: Any = (rows * share_GG)[None]
+    distinct_LGG: Any = (tokens_per_rank * (1 - (1 - share_GG) ** spec.top_k))[None]
+    rows_LG: Any = np.full((1, ranks), float(rows))
+    active_LG: Any = np.full((1, ranks), experts * (1 - (1 - 1 / max(experts, 1.0)) ** rows))
     if spec.flow == "tp_replicated":
-        homes_LG, pairs, distinct = homes_LG * 0, pairs * 0, distinct * 0
-    whole: Any = (homes_LG, pairs, distinct, rows_LG, active_LG)
-    return with_collectives(Traffic(*whole, tokens=tokens_per_rank * ranks), spec)
+        homes_LG, pairs_LGG, distinct_LGG = homes_LG * 0, pairs_LGG * 0, distinct_LGG * 0
+    traffic = Traffic(homes_LG, pairs_LGG, distinct_LGG, rows_LG, active_LG, tokens=tokens_per_rank * ranks)
+    return with_collectives(traffic, spec)
 
 
 def break_even(
