@@ -81,6 +81,9 @@ def measure_run(
 
 def check_measurable(run: Run) -> None:
     """UserError for what only the simulator does."""
+    for key in ("prefill_ranks", "two_batch_overlap") if run.kind == "serve" else ():
+        if run.cfg["serving"][key]:
+            raise UserError(f"serving.{key}={run.cfg['serving'][key]} can be simulated, not measured; leave it out")
     cached = run.kind == "serve" and run.cfg["serving"]["prefix_block_tokens"]
     if cached and run.scope == "full_model" and any(r.prefix_ids for r in run.workload.requests):
         raise UserError(

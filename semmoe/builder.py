@@ -27,6 +27,22 @@ class RunBuilder:
 
     def build(self, cfg: dict[str, Any]) -> Run:
         """The Run of one config; UserError for anything in it that cannot work."""
+        prefill = int(cfg["serving"]["prefill_ranks"]) if cfg["workload"]["kind"] == "serve" else 0
+        return self._disaggregated(cfg, prefill) if prefill else self._build(cfg)
+
+    def _disaggregated(self, cfg: dict[str, Any], prefill: int) -> Run:
+        """A Run of two pools, each with the placement and policies of its own number of ranks."""
+        ranks = int(cfg["ep_size"] or load_cluster(cfg["cluster"])[1].ranks)
+        if prefill >= ranks:
+            raise UserError(f"serving.prefill_ranks={prefill} of {ranks} ranks leaves none to decode; fewer are right")
+        if cfg["flow"]["name"] != "dp":
+            raise UserError(f"serving.prefill_ranks={prefill} needs flow=dp, where a rank holds whole requests")
+        alone = cfg | {"planned_folds": 0, "serving": cfg["serving"] | {"prefill_ranks": 0}}
+        first, second = (self._build(alone | {"ep_size": size}) for size in (prefill, ranks - prefill))
+        axes = second.axes | {"ep_size": ranks, "serving": serving_axes(cfg)}
+        return replace(second, cfg=cfg | {"dtype": second.cfg["dtype"]}, axes=axes, pools=(first, second))
+
+    def _build(self, cfg: dict[str, Any]) -> Run:
         model: ModelSpec = instantiate(cfg["model"], "model").scaled(float(cfg["model_scale"]))
         cluster_raw, cluster = load_cluster(cfg["cluster"])
         trace: RoutingTrace = self._cached("trace", cfg["trace"], lambda: load_trace(cfg["trace"]))
@@ -166,13 +182,16 @@ def _axes(
     if flow == "tp_shuffled":
         axes |= {"token_scheduler": cfg["token_scheduler"], "home_cap": cfg["home_cap"]}
     if cfg["workload"]["kind"] == "serve":
-        axes["serving"] = _serving_axes(cfg)
+        axes["serving"] = serving_axes(cfg)
     return axes
 
 
-def _serving_axes(cfg: dict[str, Any]) -> dict[str, Any]:
-    """The serving limits that can change anything: a prefix cache needs requests that declare a prefix."""
+def serving_axes(cfg: dict[str, Any]) -> dict[str, Any]:
+    """The serving keys that can change anything: a prefix cache needs requests that declare a prefix."""
     axes, work = dict(cfg["serving"]), cfg["workload"]
     if work["log"] is None and not work["prefix_groups"]:
         del axes["prefix_block_tokens"]
+    for key in ("prefill_ranks", "two_batch_overlap"):
+        if not axes[key]:
+            del axes[key]
     return axes

@@ -118,6 +118,12 @@ def _columns() -> dict[str, Column]:
     for name in SERVED:
         columns[f"{name}_ms"] = Column("float", f"{name} over requests, mean")
         columns |= {f"{name}_ms_p{q}": Column("float", f"{name} over requests, {q}th percentile") for q in QUANTILES}
+    columns["kv_transfer_ms"] = Column(
+        "float", "KV transfer of a request from prefill to decode rank, waiting included"
+    )
+    columns |= {
+        f"kv_transfer_ms_p{q}": Column("float", f"KV transfer of a request, {q}th percentile") for q in QUANTILES
+    }
     columns["itl_ms"] = Column("float", "time between two output tokens of a request, mean over all tokens")
     columns |= {f"itl_ms_p{q}": Column("float", f"time between two output tokens, {q}th percentile") for q in QUANTILES}
     columns |= {
@@ -128,6 +134,7 @@ def _columns() -> dict[str, Column]:
         "slo_ttft_ms": Column("float", "bound on ttft that goodput was counted with"),
         "slo_tpot_ms": Column("float", "bound on tpot that goodput was counted with"),
         "preemptions": Column("int", "requests restarted for lack of KV cache"),
+        "kv_bytes": Column("float", "KV cache sent from prefill to decode ranks (serving.prefill_ranks)"),
         "prefix_hit_rate": Column(
             "float", "prompt tokens whose KV the request's rank held already / all prompt tokens"
         ),

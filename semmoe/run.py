@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
 from .workload import Workload, batches
 
+LIMITS = tuple(f.name for f in fields(ServingLimits))
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -38,6 +40,7 @@ class Run:
     axes: dict[str, Any]
     repeat: int = 0
     cluster_raw: dict[str, Any] = field(default_factory=dict)
+    pools: tuple[Run, Run] | None = None  # prefill and decode ranks of a disaggregated service
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ class Run:
 
     @property
     def ep_size(self) -> int:
-        return self.recipe.ep_size
+        return self.recipe.ep_size if self.pools is None else sum(pool.ep_size for pool in self.pools)
 
     @property
     def scope(self) -> str:
@@ -95,11 +98,17 @@ class Run:
         block_tokens = int(self.cfg["serving"]["prefix_block_tokens"])
         return Workload.of(self.heldout, self.cfg["workload"], int(self.cfg["seed"]), block_tokens)
 
-    def serving_loop(self) -> ServingLoop:
-        """A fresh loop over the workload: one queue a rank in dp, one for all ranks in attention-TP."""
-        limits = ServingLimits(**self.cfg["serving"])
+    def serving_loop(self, prompts_only: bool = False) -> ServingLoop:
+        """A fresh loop over the workload: one queue a rank in dp, one for all ranks in attention-TP.
+
+        prompts_only: the prefill pool of a disaggregated service, which makes the first token and holds the KV.
+        """
+        limits = ServingLimits(**{name: self.cfg["serving"][name] for name in LIMITS})
+        requests = self.workload.requests
+        if prompts_only:
+            requests = [replace(request, output_len=1) for request in requests]
         if self.spec.flow != "dp":
-            return ServingLoop(self.workload.requests, 1, limits)
+            return ServingLoop(requests, 1, limits, hold_kv=prompts_only)
         scheduler = self.recipe.request_scheduler(self.fitted)
 
         def known_of(request: Request) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
@@ -111,12 +120,13 @@ class Run:
             folder = Path(self.cfg["results_dir"]) / self.name / "decisions"
             seen = Traced(scheduler, folder / f"{self.config_id}.jsonl")
         return ServingLoop(
-            self.workload.requests,
+            requests,
             self.ep_size,
             limits,
             seen if self.ep_size > 1 else None,
             lambda request: known_of(request)[0],
             lambda request: known_of(request)[1],
+            hold_kv=prompts_only,
         )
 
     def meter(self) -> LocalityMeter:

@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     "serving.max_running": whole(1),
     "serving.kv_tokens": whole(1),
     "serving.prefix_block_tokens": whole(0),
+    "serving.prefill_ranks": whole(0),
     "cost.allow_roofline": FLAG,
     "cost.fidelity": among("bottleneck", "flow"),
     "slo.ttft_ms": POSITIVE,

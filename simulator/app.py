@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,61 @@ from semmoe.results import TIMED, summary_ms
 from semmoe.rows import locality_columns
 from semmoe.run import Run
 from semmoe.served import served_columns
-from semmoe.serving import ServingLoop, TokenRows
+from semmoe.serving import TokenRows
 from semmoe.specs import ClusterSpec, check_fits
 from semmoe.steplog import StepLog, step_log_path
 
 from .cost.model import CostModel
+from .disaggregated import Disaggregated, simulate_disaggregated
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
+from .kv_link import KvLink
 from .timeline_trace import KEPT_STEPS, step_timeline
 
 
 def simulate(run: Run) -> dict[str, Any]:
     """The row of a run: its fixed batches, its served workload, or (replay=FOLDER) the step plans of a measured run."""
-    timer = step_timer(run)
-    timer.timeline.keep_traffic = KEPT_STEPS
     row = run.identity("simulator", "modelled", "cost_model")
-    if run.kind == "batches":
-        timeline = simulate_batches(run.batch_steps(), timer, show=True)
-    elif run.cfg.get("replay"):
-        log = load_log(run)
-        queues = run.ep_size if run.spec.flow == "dp" else 1
-        timeline = replay(log.plans, log.tokens, queues, timer)
-        row["steps_file"] = step_log_path(run.cfg["replay"], run.config_id, run.repeat).name
+    if run.kind == "serve" and not run.cfg.get("replay"):
+        columns, timers = serve(run, show=True)
+        row |= columns
     else:
-        loop = run.serving_loop()
-        timeline = simulate_serving(loop, timer, show=True)
-        row |= served(loop, run.cfg["slo"])
-    row |= {"provenance": told(timer, run), "step_timeline": step_timeline(timeline, timer.cost)}
-    return row | locality_columns(timeline.meter, "replayed") | time_columns(timeline)
+        timer = step_timer(run)
+        timers = [timer]
+        if run.kind == "batches":
+            simulate_batches(run.batch_steps(), timer, show=True)
+        else:
+            log = load_log(run)
+            replay(log.plans, log.tokens, run.ep_size if run.spec.flow == "dp" else 1, timer)
+            row["steps_file"] = step_log_path(run.cfg["replay"], run.config_id, run.repeat).name
+    timelines = [timer.timeline for timer in timers]
+    row |= pooled([locality_columns(timeline.meter, "replayed") for timeline in timelines])
+    row |= {"provenance": told(timers, run), "step_timeline": step_timeline(timelines[-1], timers[-1].cost)}
+    return row | time_columns(timelines)
 
 
-def served(loop: ServingLoop, slo: Mapping[str, float]) -> dict[str, Any]:
-    """Serving columns of a finished loop."""
-    times = (loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions)
-    return served_columns(loop.requests, *times, slo, loop.itl_ms(), loop.prefix_hit_rate)
+def serve(run: Run, show: bool = False) -> tuple[dict[str, Any], list[StepTimer]]:
+    """Serving columns of a run and the timer of each of its pools: one, or two where prefill and decode are apart."""
+    slo = run.cfg["slo"]
+    if run.pools is None:
+        timer, loop = step_timer(run), run.serving_loop()
+        simulate_serving(loop, timer, show)
+        times = (loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions)
+        return served_columns(loop.requests, *times, slo, loop.itl_ms(), loop.prefix_hit_rate), [timer]
+    prefill, decode = run.pools
+    loops = (prefill.serving_loop(prompts_only=True), decode.serving_loop())
+    link = KvLink(run.cluster, run.model, prefill.ep_size, decode.ep_size)
+    service = Disaggregated(run.workload.requests, *loops, link)
+    timers = (step_timer(prefill), step_timer(decode))
+    simulate_disaggregated(service, *timers, show)
+    return service.served(slo), list(timers)
 
 
 def step_timer(run: Run) -> StepTimer:
     """Planner, cost model and meter of a run. UserError where a full model does not fit into the cluster's memory."""
+    if run.pools is not None:
+        raise UserError(
+            "serving.prefill_ranks: prefill and decode ranks have steps of their own; simulate and slo know both"
+        )
     full_model = run.scope == "full_model"
     if full_model:
         attention_tp = 1 if run.spec.flow == "dp" else run.ep_size
@@ -57,7 +76,10 @@ def step_timer(run: Run) -> StepTimer:
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity = str(run.cfg["cost"]["fidelity"])
     cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
-    return StepTimer(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
+    overlap = run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"])
+    timer = StepTimer(run.planner(), cost, run.meter(), full_model, run.kind == "batches", overlap)
+    timer.timeline.keep_traffic = 0 if overlap else KEPT_STEPS  # an overlapped step is no row of phases
+    return timer
 
 
 def priced_cluster(run: Run) -> ClusterSpec:
@@ -83,15 +105,35 @@ def load_log(run: Run) -> StepLog:
     return log
 
 
-def time_columns(timeline: Timeline) -> dict[str, float]:
-    """Mean and percentiles of every phase over (step, layer), and of whole steps."""
+def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Locality columns over all pools: counts and bytes added up, the rest averaged over tokens."""
+    if len(rows) == 1:
+        return rows[0]
+    weights = [row["tokens"] for row in rows]
+    made: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values: list[Any] = [row.get(name) for row in rows]
+        if name in ("tokens", "steps") or name.endswith("_bytes"):
+            made[name] = sum(value or 0 for value in values)
+        elif any(value is None for value in values):
+            made[name] = None
+        elif isinstance(values[0], str):  # a JSON list over layers
+            lists = np.array([json.loads(value) for value in values], dtype=np.float64)
+            made[name] = json.dumps(np.average(lists, axis=0, weights=weights).round(6).tolist())
+        else:
+            made[name] = float(np.average(values, weights=weights))
+    return made
+
+
+def time_columns(timelines: Sequence[Timeline]) -> dict[str, float]:
+    """Mean and percentiles of every phase over (step, layer), and of whole steps, of all pools."""
     columns: dict[str, float] = {}
     for name in TIMED:
-        columns |= summary_ms(name, timeline.phase_ms(name))
+        columns |= summary_ms(name, np.concatenate([timeline.phase_ms(name) for timeline in timelines]))
     return columns
 
 
-def told(timer: StepTimer, run: Run) -> str:
+def told(timers: Sequence[StepTimer], run: Run) -> str:
     """The provenance column: sources of the times, and whether the batches were formed by a measured run."""
-    source = timer.cost.provenance()
+    source = ", ".join(sorted({word for timer in timers for word in timer.cost.provenance().split(", ")}))
     return f"{source}; step plans of {run.cfg['replay']}" if run.cfg.get("replay") and run.kind == "serve" else source

@@ -9,9 +9,9 @@ rank in every phase, and ranks without a request take part with no rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import simpy
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
-from semmoe.serving import ServingLoop, StepPlan, TokenRows
+from semmoe.serving import Request, ServingLoop, StepPlan, TokenRows
 from semmoe.traffic import Traffic, count_traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
 from .layer import LayerTimes, time_layers
+from .overlap import halves, overlapped
 
 Float = NDArray[np.float64]
 Event = Generator[Any, Any, None]
@@ -54,9 +55,18 @@ class Timeline:
         return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
+class Timer(Protocol):
+    """What prices the steps of a served run."""
+
+    timeline: Timeline
+
+    def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes: ...
+
+
 class StepTimer:
     """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it.
-    barrier_each_layer: see time_layers."""
+    barrier_each_layer: see time_layers.
+    `overlap`: two-batch overlap of step plans (overlap.py)."""
 
     def __init__(
         self,
@@ -65,9 +75,10 @@ class StepTimer:
         meter: LocalityMeter,
         full_model: bool = False,
         barrier_each_layer: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.barrier_each_layer = barrier_each_layer
-        self.planner, self.cost, self.full_model = planner, cost, full_model
+        self.planner, self.cost, self.full_model, self.overlap = planner, cost, full_model, overlap
         self.timeline = Timeline(meter)
         self._ranks, self._slots = planner.ranks, planner.placement.num_slots
         self._wiring = cost.network.wiring
@@ -88,49 +99,85 @@ class StepTimer:
 
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
         """One forward pass of a StepPlan."""
-        rows_T, queue_T = step.token_rows(tokens)
-        load = AttentionLoad.of(step, queues) if self.full_model else None
-        self.run(rows_T, queue_T, load)
+        parts = halves(step) if self.overlap else None
+        for part in parts or (step,):
+            self.run(*part.token_rows(tokens), AttentionLoad.of(part, queues) if self.full_model else None)
+        if parts:
+            b, a = self.timeline.steps.pop(), self.timeline.steps.pop()
+            outside_ms = self.cost.start()
+            if self.full_model:
+                outside_ms += self.cost.outside_layers(AttentionLoad.of(step, queues))
+            dense_layers = self.cost.model.num_layers - self.cost.model.num_moe_layers
+            self.timeline.steps.append(overlapped(a, b, dense_layers, outside_ms))
         self.timeline.plans.append(step)
         self.timeline.idle_rank_steps += queues - len(np.unique(step.rank_N))
         return self.timeline.steps[-1]
 
 
-def simulate_serving(loop: ServingLoop, timer: StepTimer, show: bool = False) -> Timeline:
+class Server:
+    """One loop with the ranks that it drives, as a process of simulated time: steps of predicted length, one after the
+    other. after_plan() and after_step() are called when a step has been formed and when it is over."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        loop: ServingLoop,
+        timer: Timer,
+        after_plan: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.env, self.loop, self.timer, self.after_plan, self.after_step = env, loop, timer, after_plan, after_step
+        self._work = env.event()
+        env.process(self._steps())
+
+    def submit(self, request: Request, first_token_ms: float | None = None) -> None:
+        """Hand a request to the loop now."""
+        self.loop.submit(request, self.env.now, first_token_ms)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do again."""
+        if not self._work.triggered:
+            self._work.succeed()
+
+    def _steps(self) -> Event:
+        while True:
+            step = self.loop.next_step(self.env.now)
+            self.after_plan()
+            if not isinstance(step, StepPlan):
+                self._work = self.env.event()
+                yield self._work
+                continue
+            self.timer.timeline.start_ms.append(float(self.env.now))
+            times = self.timer.run_plan(step, self.loop.tokens, len(self.loop.queues))
+            yield self.env.timeout(times.step_ms)
+            self.loop.complete(step, times.step_ms)
+            self.after_step()
+
+
+def arrivals(env: simpy.Environment, requests: Iterable[Request], submit: Callable[[Request], None]) -> Event:
+    """Process that submits every request at its time."""
+    for request in sorted(requests, key=lambda r: (r.arrival_ms, r.id)):
+        if request.arrival_ms > env.now:
+            yield env.timeout(request.arrival_ms - env.now)
+        submit(request)
+
+
+def simulate_serving(loop: ServingLoop, timer: Timer, show: bool = False) -> Timeline:
     """Serve every request of the loop: arrivals at their times, steps of predicted length. show: a progress bar."""
     env = simpy.Environment()
-    arrived = env.event()
-    bar = progress(len(loop.requests), "serving", show)
+    over = env.event()
 
-    def arrivals() -> Event:
-        nonlocal arrived
-        for request in sorted(loop.requests, key=lambda r: (r.arrival_ms, r.id)):
-            if request.arrival_ms > env.now:
-                yield env.timeout(request.arrival_ms - env.now)
-            loop.submit(request, env.now)
-            if not arrived.triggered:
-                arrived.succeed()
-        yield env.timeout(0)
+    with progress(len(loop.requests), "serving", show) as bar:
 
-    def server() -> Event:
-        nonlocal arrived
-        while not loop.done:
-            step = loop.next_step(env.now)
-            if not isinstance(step, StepPlan):
-                arrived = env.event()
-                yield arrived
-                continue
-            timer.timeline.start_ms.append(float(env.now))
-            times = timer.run_plan(step, loop.tokens, len(loop.queues))
-            yield env.timeout(times.step_ms)
-            finished = loop.unfinished
-            loop.complete(step, times.step_ms)
-            bar.update(finished - loop.unfinished)
+        def after_step() -> None:
+            bar.update(len(loop.requests) - loop.unfinished - bar.n)
+            if loop.done:
+                over.succeed()
 
-    env.process(arrivals())
-    done = env.process(server())
-    env.run(until=done)
-    bar.close()
+        env.process(arrivals(env, loop.requests, Server(env, loop, timer, after_step=after_step).submit))
+        if not loop.done:
+            env.run(until=over)
     timer.timeline.end_ms = float(env.now)
     return timer.timeline
 

@@ -92,16 +92,17 @@ def server(run: Run) -> Serve:
         raise UserError("throughput under SLO needs workload=serve")
     if run.cfg["workload"]["log"] is None and run.cfg["workload"]["arrivals"] in ("trace", "all_at_once"):
         raise UserError(f"workload.arrivals={run.cfg['workload']['arrivals']} has no rate to vary; poisson has one")
-    from .app import served, step_timer
-    from .engine import simulate_serving
+    from .app import serve
 
     def at(rate_rps: float) -> Mapping[str, Any]:
-        faster = replace(run, cfg=run.cfg | {"workload": run.cfg["workload"] | {"rate_rps": rate_rps}})
-        loop = faster.serving_loop()
-        simulate_serving(loop, step_timer(faster))
-        return served(loop, run.cfg["slo"])
+        return serve(_at_rate(run, rate_rps))[0]
 
     return at
+
+
+def _at_rate(run: Run, rate_rps: float) -> Run:
+    pools = run.pools and (_at_rate(run.pools[0], rate_rps), _at_rate(run.pools[1], rate_rps))
+    return replace(run, cfg=run.cfg | {"workload": run.cfg["workload"] | {"rate_rps": rate_rps}}, pools=pools)
 
 
 def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
