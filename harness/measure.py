@@ -81,6 +81,8 @@ def measure_run(
 
 def check_measurable(run: Run) -> None:
     """UserError for what only the simulator does."""
+    if run.cfg["routing"] == "expected":
+        raise UserError("routing=expected replaces routes, which a measurement needs; leave it out")
     for key in ("prefill_ranks", "two_batch_overlap") if run.kind == "serve" else ():
         if run.cfg["serving"][key]:
             raise UserError(f"serving.{key}={run.cfg['serving'][key]} can be simulated, not measured; leave it out")

@@ -173,6 +173,8 @@ def _axes(
         "workload": workload_axes(cfg["workload"]),
         "scope": cfg["scope"],
     }
+    if cfg["routing"] != "traced":
+        axes["routing"] = cfg["routing"]
     if cfg["model_scale"] != 1:
         axes["model_scale"] = cfg["model_scale"]
     if recipe.slots > model.num_experts:

@@ -37,10 +37,11 @@ class LocalityMeter:
             self._local_L += traffic.local_assignments_L()
             self._remote_pairs_L += traffic.remote_rank_pairs_L()
         else:
-            self.assignment_pairs_LGG += traffic.assignment_pairs_LGG
-            self.rank_pairs_LGG += traffic.rank_pairs_LGG
-        self.homes_LG += traffic.homes_LG
-        self.rows_LG += traffic.expert_rows_LG
+            # not in place: expected traffic has fractions
+            self.assignment_pairs_LGG = self.assignment_pairs_LGG + traffic.assignment_pairs_LGG
+            self.rank_pairs_LGG = self.rank_pairs_LGG + traffic.rank_pairs_LGG
+        self.homes_LG = self.homes_LG + traffic.homes_LG
+        self.rows_LG = self.rows_LG + traffic.expert_rows_LG
         self.tokens += traffic.tokens
         self.steps += 1
         mean_L = traffic.expert_rows_LG.mean(axis=1)

@@ -270,16 +270,18 @@ class ServingLoop:
             return []
         budget, kv_free = self.limits.max_batch_tokens, int(self.limits.kv_tokens - self.kv_used_G[rank])
         running = np.array(queue.running, dtype=np.int64)
-        decodes = (self._left(running) == 1) & (self.produced_R[running] > 0) & ~self._loading_R[running]
-        while decodes.sum() > kv_free:
+        loading, made = self._loading_R[running], self.produced_R[running]
+        decodes = (self.prompt_R[running] + made == self.computed_R[running] + 1) & (made > 0) & ~loading
+        while np.count_nonzero(decodes) > kv_free:
             kv_free += self._preempt(rank, queue, queue.running[-1])
-            running, decodes = running[:-1], decodes[:-1]
+            running, decodes, loading = running[:-1], decodes[:-1], loading[:-1]
         decoding = running[decodes]
         kv_free -= len(decoding)
+        started = running[~decodes & ~loading].tolist() if len(decoding) < len(running) else []
         decoding = decoding[:budget]
         budget -= len(decoding)
         prefill: list[tuple[int, int]] = []
-        for request in running[~decodes & ~self._loading_R[running]].tolist():
+        for request in started:
             left = self._prefill_left(request)
             count = max(min(left, budget, kv_free), 0)
             if count > 0:
@@ -298,7 +300,7 @@ class ServingLoop:
                 budget -= count
         parts = []
         if len(decoding):
-            parts.append(self._entries(rank, decoding, DECODE, np.ones_like(decoding)))
+            parts.append(self._entries(rank, decoding, DECODE, 1))
         if prefill:
             ids, counts = np.array(prefill, dtype=np.int64).T
             parts.append(self._entries(rank, ids, PREFILL, counts))
@@ -333,7 +335,9 @@ class ServingLoop:
             self.computed_R[request] = hit
         return needed
 
-    def _entries(self, rank: int, ids: NDArray[np.int64], phase: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _entries(
+        self, rank: int, ids: NDArray[np.int64], phase: int, counts: NDArray[np.int64] | int
+    ) -> NDArray[np.int64]:
         entries = np.empty((5, len(ids)), dtype=np.int64)
         entries[0], entries[1], entries[2], entries[3], entries[4] = rank, ids, phase, self.computed_R[ids], counts
         return entries

@@ -54,6 +54,7 @@ RULES: dict[str, Rule] = {
     "scope": among("moe_layers", "full_model"),
     "planned_folds": ("0 or a whole number of at least 2", lambda value: is_kind(value, int) and 0 <= value != 1),
     "time_limit_s": POSITIVE,
+    "routing": among("traced", "expected"),
     "repeats": whole(1),
     "rerun": FLAG,
     "replay": or_null(TEXT),

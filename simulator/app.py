@@ -23,6 +23,7 @@ from .disaggregated import Disaggregated, simulate_disaggregated
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
 from .kv_link import KvLink
 from .timeline_trace import KEPT_STEPS, step_timeline
+from .traffic_source import ExpectedTraffic
 
 
 def simulate(run: Run) -> dict[str, Any]:
@@ -77,9 +78,16 @@ def step_timer(run: Run) -> StepTimer:
     fidelity = str(run.cfg["cost"]["fidelity"])
     cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
     overlap = run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"])
-    timer = StepTimer(run.planner(), cost, run.meter(), full_model, run.kind == "batches", overlap)
-    timer.timeline.keep_traffic = 0 if overlap else KEPT_STEPS  # an overlapped step is no row of phases
+    source = expected_traffic(run, cost) if run.cfg["routing"] == "expected" else None
+    timer = StepTimer(run.planner(), cost, run.meter(), full_model, run.kind == "batches", overlap, source)
+    timer.timeline.keep_traffic = KEPT_STEPS
     return timer
+
+
+def expected_traffic(run: Run, cost: CostModel) -> ExpectedTraffic:
+    """Rates of the run's training part under its policies."""
+    rank_R = run.recipe.request_ranks(run.fitted, run.train) if run.spec.flow == "dp" else None
+    return ExpectedTraffic(run.recipe.planner(run.fitted, run.train), rank_R, cost.network.wiring)
 
 
 def priced_cluster(run: Run) -> ClusterSpec:
@@ -135,5 +143,6 @@ def time_columns(timelines: Sequence[Timeline]) -> dict[str, float]:
 
 def told(timers: Sequence[StepTimer], run: Run) -> str:
     """The provenance column: sources of the times, and whether the batches were formed by a measured run."""
-    source = ", ".join(sorted({word for timer in timers for word in timer.cost.provenance().split(", ")}))
+    words = {word for timer in timers for word in timer.cost.provenance().split(", ")}
+    source = ", ".join(sorted(words | ({"expected_routing"} if run.cfg["routing"] == "expected" else set())))
     return f"{source}; step plans of {run.cfg['replay']}" if run.cfg.get("replay") and run.kind == "serve" else source

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
 from semmoe.serving import Request, ServingLoop, StepPlan, TokenRows
-from semmoe.traffic import Traffic, count_traffic
+from semmoe.traffic import Traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
 from .layer import LayerTimes, time_layers
 from .overlap import halves, overlapped
+from .traffic_source import TracedTraffic, TrafficSource
 
 Float = NDArray[np.float64]
 Event = Generator[Any, Any, None]
@@ -66,7 +67,7 @@ class Timer(Protocol):
 class StepTimer:
     """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it.
     barrier_each_layer: see time_layers.
-    `overlap`: two-batch overlap of step plans (overlap.py)."""
+    overlap: two-batch overlap of step plans (overlap.py). source: of each step's traffic; None: the traced routes."""
 
     def __init__(
         self,
@@ -76,23 +77,22 @@ class StepTimer:
         full_model: bool = False,
         barrier_each_layer: bool = False,
         overlap: bool = False,
+        source: TrafficSource | None = None,
     ) -> None:
         self.barrier_each_layer = barrier_each_layer
         self.planner, self.cost, self.full_model, self.overlap = planner, cost, full_model, overlap
         self.timeline = Timeline(meter)
-        self._ranks, self._slots = planner.ranks, planner.placement.num_slots
-        self._wiring = cost.network.wiring
+        self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
     ) -> Traffic:
         """One forward pass over these rows of the trace; its times are appended to the timeline."""
-        routed = self.planner.route(rows_T, queue_T)
-        traffic = count_traffic(
-            routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self.cost.spec, self._wiring
-        )
+        return self._price(self.source.of_rows(rows_T, queue_T), load)
+
+    def _price(self, traffic: Traffic, load: AttentionLoad | None) -> Traffic:
         self.timeline.meter.add(traffic)
-        if len(self.timeline.traffic) < self.timeline.keep_traffic:
+        if len(self.timeline.traffic) < self.timeline.keep_traffic and not self.overlap:  # halves are no steps
             self.timeline.traffic.append(traffic)
         self.timeline.steps.append(time_layers(self.cost, traffic, load, self.barrier_each_layer))
         return traffic
@@ -101,7 +101,8 @@ class StepTimer:
         """One forward pass of a StepPlan."""
         parts = halves(step) if self.overlap else None
         for part in parts or (step,):
-            self.run(*part.token_rows(tokens), AttentionLoad.of(part, queues) if self.full_model else None)
+            load = AttentionLoad.of(part, queues) if self.full_model else None
+            self._price(self.source.of_plan(part, tokens), load)
         if parts:
             b, a = self.timeline.steps.pop(), self.timeline.steps.pop()
             outside_ms = self.cost.start()

@@ -57,7 +57,7 @@ def maxima(rows_LGG):  # type: ignore[no-untyped-def]
     """(port_L, mean_port_L, pair_L) in rows, of one node; see Loads."""
     layers, ranks, _ = rows_LGG.shape
     port, mean, pair = np.zeros(layers), np.zeros(layers), np.zeros(layers)
-    inward = np.zeros(ranks, dtype=np.int64)
+    inward = np.zeros(ranks, dtype=rows_LGG.dtype)
     for layer in range(layers):
         inward[:] = 0
         most, largest, total = 0, 0, 0
