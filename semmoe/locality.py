@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,24 +33,30 @@ class LocalityMeter:
         self._imbalance_sum_L = np.zeros(num_layers)
         self._counted_L = np.zeros(num_layers, dtype=np.int64)
 
-    def add(self, traffic: Traffic) -> None:
+    def add(self, traffic: Traffic, steps: int = 1) -> None:
+        """Count a step, or several of as many tokens, whose layers follow each other in the traffic."""
+
+        def total(values: NDArray[Any]) -> NDArray[Any]:
+            return values if steps == 1 else values.reshape(steps, -1, *values.shape[1:]).sum(axis=0)
+
+        # sums are not in place: expected traffic has fractions
         if self.wiring.wide:
-            self._assignments_L += traffic.assignments_L()
-            self._local_L += traffic.local_assignments_L()
-            self._remote_pairs_L += traffic.remote_rank_pairs_L()
+            self._assignments_L = self._assignments_L + total(traffic.assignments_L())
+            self._local_L = self._local_L + total(traffic.local_assignments_L())
+            self._remote_pairs_L = self._remote_pairs_L + total(traffic.remote_rank_pairs_L())
         else:
-            # not in place: expected traffic has fractions
-            self.assignment_pairs_LGG = self.assignment_pairs_LGG + traffic.assignment_pairs_LGG
-            self.rank_pairs_LGG = self.rank_pairs_LGG + traffic.rank_pairs_LGG
-        self.homes_LG = self.homes_LG + traffic.homes_LG
-        self.rows_LG = self.rows_LG + traffic.expert_rows_LG
-        self.tokens += traffic.tokens
-        self.steps += 1
+            self.assignment_pairs_LGG = self.assignment_pairs_LGG + total(traffic.assignment_pairs_LGG)
+            self.rank_pairs_LGG = self.rank_pairs_LGG + total(traffic.rank_pairs_LGG)
+        self.homes_LG = self.homes_LG + total(traffic.homes_LG)
+        self.rows_LG = self.rows_LG + total(traffic.expert_rows_LG)
+        self.tokens += traffic.tokens * steps
+        self.steps += steps
         mean_L = traffic.expert_rows_LG.mean(axis=1)
         busy = mean_L > 0
-        self._imbalance_sum_L[busy] += traffic.expert_rows_LG.max(axis=1)[busy] / mean_L[busy]
+        most_L = traffic.expert_rows_LG.max(axis=1)
+        self._imbalance_sum_L += total(np.divide(most_L, mean_L, out=np.zeros(len(mean_L)), where=busy))
         self._active_sum += float(traffic.active_experts_LG.max(axis=1)[busy].sum())
-        self._counted_L += busy
+        self._counted_L += total(busy)
         self.metadata_bytes += traffic.metadata_bytes
         for c in traffic.collectives:
             node, nic, spine = self._tier_bytes(c)

@@ -200,8 +200,11 @@ class ServingLoop:
             raise RuntimeError(f"step {step.index} is not in flight")
         if not duration_ms >= 0:
             raise ValueError(f"duration_ms={duration_ms} must be a number >= 0")
+        self._finish(step, self._step_start_ms + duration_ms, finished)
+
+    def _finish(self, step: StepPlan, end_ms: float, finished: Iterable[int] = ()) -> None:
         self._in_flight = None
-        self._now_ms = max(self._now_ms, self._step_start_ms + duration_ms)  # requests may have arrived meanwhile
+        self._now_ms = max(self._now_ms, end_ms)  # requests may have arrived meanwhile
         ids, early = step.request_N, set(finished)
         computed_N = step.start_N + step.count_N
         self.computed_R[ids] = computed_N
@@ -226,6 +229,40 @@ class ServingLoop:
                 self._free_kv(request)
             self.finish_ms_R[request] = self._now_ms
             self._unfinished -= 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether requests arrived since the last step was formed."""
+        return bool(self._pending)
+
+    def steady_steps(self) -> int:
+        """How often the step in flight comes again, one position on each time and itself counted, unless requests or KV
+        arrive: every running request decodes, until the first one ends or a rank has no room."""
+        steady = self._steady
+        if steady is None or self._in_flight is None or self._caching:
+            return 1
+        ids, busy_G = steady.request_N, np.maximum(steady.count_G, 1)
+        left = int((self.output_R[ids] - self.produced_R[ids]).min())
+        rooms_G = np.where(steady.count_G, (self.limits.kv_tokens - self.kv_used_G) // busy_G, left)
+        return max(min(left, int(rooms_G.min())), 1)
+
+    def complete_steady(self, step: StepPlan, end_ms_S: Sequence[float]) -> None:
+        """The step was repeated len(end_ms_S) <= steady_steps() times, which ended at these times: as many calls of
+        next_step and complete at once."""
+        *before, last_ms = end_ms_S
+        if before:
+            ids, steady = step.request_N, self._steady
+            assert steady is not None and self._in_flight is step
+            repeats = len(before)
+            self.computed_R[ids] += repeats
+            self.produced_R[ids] += repeats
+            self.kv_used_G += repeats * steady.count_G
+            self._gaps_ms.append(before[0] - self.last_token_ms_R[ids])
+            self._gaps_ms.append(np.repeat(np.diff(before), len(ids)))
+            self.last_token_ms_R[ids] = before[-1]
+            self.steps += repeats
+            step = step.later(repeats)
+        self._finish(step, last_ms)
 
     def _steady_after(self, plan: StepPlan) -> _Steady | None:
         """The plan as what to repeat, where it holds all that there is to do and all of it decodes."""

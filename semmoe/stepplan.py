@@ -98,6 +98,11 @@ class StepPlan:
     def kv_len_N(self) -> NDArray[np.int64]:
         return self.start_N + self.count_N
 
+    def later(self, steps: int) -> StepPlan:
+        """The same entries so many decode steps later."""
+        later_N = self.start_N + steps
+        return StepPlan(self.index + steps, self.rank_N, self.request_N, self.phase_N, later_N, self.count_N)
+
     def token_rows(self, tokens: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(trace row, queue) of every token of the step, in entry order."""
         total = self.num_tokens

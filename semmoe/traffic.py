@@ -110,6 +110,17 @@ class Traffic:
             self.tokens,
         )
 
+    def cut(self, layers: slice) -> Traffic:
+        """Pairs and rows of some layers, without collectives."""
+        pairs = (
+            self.homes_LG,
+            self.assignment_pairs_LGG,
+            self.rank_pairs_LGG,
+            self.expert_rows_LG,
+            self.active_experts_LG,
+        )
+        return Traffic(*(values[layers] for values in pairs), tokens=self.tokens)
+
     def assignments_L(self) -> Int:
         """(token, expert) assignments of tokens that have a home."""
         return np.asarray(self.assignment_pairs_LGG.sum(axis=(1, 2)))

@@ -9,7 +9,7 @@ rank in every phase, and ranks without a request take part with no rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,16 +20,17 @@ from numpy.typing import NDArray
 from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
 from semmoe.serving import Request, ServingLoop, StepPlan, TokenRows
-from semmoe.traffic import Traffic
+from semmoe.traffic import Traffic, with_collectives
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
-from .layer import LayerTimes, time_layers
+from .layer import LayerTimes, time_layers, time_steps
 from .overlap import halves, overlapped
 from .traffic_source import TracedTraffic, TrafficSource
 
 Float = NDArray[np.float64]
 Event = Generator[Any, Any, None]
+MOST_AHEAD = 32  # decode steps priced at once: enough to share the fixed cost, few to throw away when a request arrives
 
 
 @dataclass(eq=False)
@@ -61,7 +62,13 @@ class Timer(Protocol):
 
     timeline: Timeline
 
-    def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes: ...
+    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> Sequence[LayerTimes]:
+        """Times of a step and of at most `most - 1` repetitions of it, each one position on."""
+        ...
+
+    def keep(self, steps: int) -> None:
+        """So many of them took place; they go into the timeline."""
+        ...
 
 
 class StepTimer:
@@ -83,6 +90,9 @@ class StepTimer:
         self.planner, self.cost, self.full_model, self.overlap = planner, cost, full_model, overlap
         self.timeline = Timeline(meter)
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
+        plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
+        self._can_run_ahead = plain and source is None and not overlap
+        self._ahead: tuple[StepPlan, Traffic, list[LayerTimes], int] | None = None
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
@@ -97,6 +107,28 @@ class StepTimer:
         self.timeline.steps.append(time_layers(self.cost, traffic, load, self.barrier_each_layer))
         return traffic
 
+    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> Sequence[LayerTimes]:
+        """The first of several steps whose requests all decode are priced in one go, where homes and slots of a token
+        depend on nothing but its request and its experts (flow dp without replicas, one node)."""
+        steps = min(most, MOST_AHEAD)
+        if steps <= 1 or not self._can_run_ahead:
+            return [self.run_plan(step, tokens, queues)]
+        traffic = self.source.of_steps(step, tokens, steps)  # type: ignore[attr-defined]
+        load = AttentionLoad.ahead(step, queues, steps) if self.full_model else None
+        self._ahead = step, traffic, time_steps(self.cost, traffic, steps, load), queues
+        return self._ahead[2]
+
+    def keep(self, steps: int) -> None:
+        """Count and record the first `steps` of what run_ahead priced last."""
+        if self._ahead is None:
+            return
+        (step, traffic, times, queues), self._ahead = self._ahead, None
+        layers = traffic.num_layers // len(times)
+        self.timeline.meter.add(with_collectives(traffic.cut(slice(0, steps * layers)), self.cost.spec), steps)
+        self.timeline.steps += times[:steps]
+        self.timeline.plans += [step.later(s) for s in range(steps)]
+        self.timeline.idle_rank_steps += steps * (queues - len(np.unique(step.rank_N)))
+
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
         """One forward pass of a StepPlan."""
         parts = halves(step) if self.overlap else None
@@ -107,7 +139,7 @@ class StepTimer:
             b, a = self.timeline.steps.pop(), self.timeline.steps.pop()
             outside_ms = self.cost.start()
             if self.full_model:
-                outside_ms += self.cost.outside_layers(AttentionLoad.of(step, queues))
+                outside_ms += float(self.cost.outside_layers(AttentionLoad.of(step, queues)))
             dense_layers = self.cost.model.num_layers - self.cost.model.num_moe_layers
             self.timeline.steps.append(overlapped(a, b, dense_layers, outside_ms))
         self.timeline.plans.append(step)
@@ -149,10 +181,16 @@ class Server:
                 self._work = self.env.event()
                 yield self._work
                 continue
-            self.timer.timeline.start_ms.append(float(self.env.now))
-            times = self.timer.run_plan(step, self.loop.tokens, len(self.loop.queues))
-            yield self.env.timeout(times.step_ms)
-            self.loop.complete(step, times.step_ms)
+            ends_ms: list[float] = []
+            ahead = self.timer.run_ahead(step, self.loop.tokens, len(self.loop.queues), self.loop.steady_steps())
+            for times in ahead:
+                self.timer.timeline.start_ms.append(float(self.env.now))
+                yield self.env.timeout(times.step_ms)
+                ends_ms.append(float(self.env.now))
+                if self.loop.pending:
+                    break
+            self.timer.keep(len(ends_ms))
+            self.loop.complete_steady(step, ends_ms)
             self.after_step()
 
 

@@ -41,26 +41,40 @@ def time_layers(
     """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time.
 
     barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step."""
+    return time_steps(cost, traffic, 1, load, barrier_each_layer)[0]
+
+
+def time_steps(
+    cost: CostModel, traffic: Traffic, steps: int, load: AttentionLoad | None = None, barrier_each_layer: bool = False
+) -> list[LayerTimes]:
+    """Price S forward passes at once, as one of S * L layers. load: of [S, G] (or [G] where S = 1)."""
     layers = traffic.num_layers
     if not traffic.tokens:
-        return LayerTimes({}, 0.0, 0.0, np.zeros(layers))
+        return [LayerTimes({}, 0.0, 0.0, np.zeros(layers // steps)) for _ in range(steps)]
     phases = {"gate": cost.gate(traffic), "permute": cost.permute(traffic)}
     plan_ms = cost.plan(traffic.tokens)
     if plan_ms:
         phases["plan"] = np.full(layers, plan_ms)
     phases["experts"] = cost.experts(traffic.expert_rows_LG, traffic.active_experts_LG)
     phases |= cost.collectives(traffic)
-    attention_ms = outside_ms = 0.0
+    attention_S = outside_S = np.zeros(steps)
     if load is not None:
-        attention_ms, outside_ms = cost.attention(load), cost.outside_layers(load)
-        shared_ms = cost.shared(load)
-        if shared_ms:
-            phases["other"] = np.full(layers, shared_ms)
+        attention_S = np.broadcast_to(cost.attention(load), steps)
+        outside_S = np.broadcast_to(cost.outside_layers(load), steps)
+        shared_S = np.broadcast_to(cost.shared(load), steps)
+        if shared_S.any():
+            phases["other"] = np.repeat(shared_S, layers // steps)
     start_ms = cost.start()
     if start_ms and barrier_each_layer:
         phases["other"] = phases.get("other", np.zeros(layers)) + start_ms
     elif start_ms:
-        outside_ms += start_ms
-    layer_ms_L: Float = np.sum(list(phases.values()), axis=0)
-    step_ms = float(layer_ms_L.sum()) + cost.model.num_layers * attention_ms + outside_ms
-    return LayerTimes(phases, step_ms, attention_ms, layer_ms_L)
+        outside_S = outside_S + start_ms
+    layer_SL = np.sum(list(phases.values()), axis=0).reshape(steps, -1)
+    phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}
+    step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
+    return [
+        LayerTimes(
+            {name: ms[s] for name, ms in phases_SL.items()}, float(step_S[s]), float(attention_S[s]), layer_SL[s]
+        )
+        for s in range(steps)
+    ]

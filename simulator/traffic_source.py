@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
-from semmoe.planning import StepPlanner
+from semmoe.planning import StepPlanner, gather_slots
 from semmoe.stepplan import StepPlan, TokenRows
 from semmoe.traffic import Traffic, count_traffic, with_collectives
 from semmoe.wiring import Wiring
@@ -52,6 +52,17 @@ class TracedTraffic:
 
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic:
         return self.of_rows(*step.token_rows(tokens))
+
+    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
+        """`steps` decode steps of the same requests, each one position on, as one step of steps * L layers (flow dp)."""
+        position_NS = step.start_N[:, None] + np.arange(steps)
+        if tokens.period_R is not None:
+            position_NS %= tokens.period_R[step.request_N][:, None]
+        rows_T = (tokens.start_R[step.request_N][:, None] + position_NS).ravel()
+        placement = self.planner.placement
+        slots = gather_slots(self.planner.trace.experts_TLk, rows_T, placement.first_slot_LE)
+        slots_NLk = slots.reshape(len(step.rank_N), -1, slots.shape[2])
+        return count_traffic(slots_NLk, step.rank_N, self._slots, self.planner.ranks, self.spec, self.wiring)
 
 
 class ExpectedTraffic:

@@ -124,19 +124,22 @@ class CollectiveCost:
             time = np.maximum(time, self._between_us(loads, row_bytes))
         return time
 
-    def _between_us(self, loads: Loads, row_bytes: float) -> Float:
+    def _between_us(self, loads: Loads, row_bytes: Float | float) -> Float:
         cluster = self.cluster
         busiest_L = np.maximum(loads.nic_L, loads.leaf_L * cluster.oversubscription)
         return cluster.nic_alpha_us + busiest_L * row_bytes / (cluster.nic_bundle_gbps * 1e3)
 
-    def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> float:
-        """Slot ids and gate weights, shared out over the rows that they travel with."""
+    def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> Float | float:
+        """Slot ids and gate weights, shared out over the rows of the layer that they travel with."""
         if self.spec.dispatcher == "allgather_rs":
             return float(self.spec.top_k * METADATA_BYTES)
-        rows = c.remote_bytes_L(self.ranks).sum() / c.row_bytes if traffic.metadata_bytes else 0.0
-        return float(traffic.metadata_bytes / rows) if rows else 0.0
+        if not traffic.metadata_bytes:
+            return 0.0
+        rows_L = c.remote_bytes_L(self.ranks) / c.row_bytes
+        metadata_L = (traffic.assignments_L() - traffic.local_assignments_L()) * METADATA_BYTES
+        return np.divide(metadata_L, rows_L, out=np.zeros(len(rows_L)), where=rows_L > 0)
 
-    def _inside_us(self, op: str, loads: Loads, row_bytes: float, traffic: Traffic) -> Float:
+    def _inside_us(self, op: str, loads: Loads, row_bytes: Float | float, traffic: Traffic) -> Float:
         n = self.inner
         if n == 1:
             return np.zeros_like(loads.port_L)

@@ -87,24 +87,25 @@ class CostModel:
         """Milliseconds of planning one layer: table look-up, homes, permutation."""
         return self.host.plan_us(tokens) / 1e3
 
-    def attention(self, load: AttentionLoad) -> float:
+    # loads are [G], or [S, G] for S steps at once; the answers are single times, or [S]
+
+    def attention(self, load: AttentionLoad) -> Float:
         """Milliseconds of one attention block until the slowest rank is done."""
         self._outside_marks = {self._whole.mark} if self._whole else self._attention.marks
-        time_us = (self._whole or self._attention).time_us(load)
-        return float(slowest(time_us, self.cluster.cores)) / 1e3
+        return slowest((self._whole or self._attention).time_us(load), self.cluster.cores) / 1e3
 
-    def shared(self, load: AttentionLoad) -> float:
+    def shared(self, load: AttentionLoad) -> Float:
         """Milliseconds of the shared experts of one MoE layer."""
-        return float(slowest(self._dense.shared_us(load.tokens_G), self.cluster.cores)) / 1e3
+        return slowest(self._dense.shared_us(load.tokens_G), self.cluster.cores) / 1e3
 
-    def outside_layers(self, load: AttentionLoad) -> float:
+    def outside_layers(self, load: AttentionLoad) -> Float:
         """Milliseconds of a forward pass outside its MoE layers and attention: dense layers, LM head, host."""
         dense_layers = self.model.num_layers - self.model.num_moe_layers
-        dense = dense_layers * slowest(self._dense.dense_us(load.tokens_G), self.cluster.cores)
+        dense_us = dense_layers * slowest(self._dense.dense_us(load.tokens_G), self.cluster.cores)
         if self._whole:
-            return (float(dense) + float(slowest(self._whole.around_us(load), self.cluster.cores))) / 1e3
-        head = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
-        return (float(dense) + float(head) + float(self.cluster.host_us.get("step", 200.0))) / 1e3
+            return (dense_us + slowest(self._whole.around_us(load), self.cluster.cores)) / 1e3
+        head_us = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
+        return (dense_us + head_us + float(self.cluster.host_us.get("step", 200.0))) / 1e3
 
     def provenance(self) -> str:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""

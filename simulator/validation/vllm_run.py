@@ -73,6 +73,13 @@ class OperatorTimer:
         self.timeline.steps.append(LayerTimes({}, step_ms))
         return self.timeline.steps[-1]
 
+    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> list[LayerTimes]:
+        """One step at a time."""
+        return [self.run_plan(step, tokens, queues)]
+
+    def keep(self, steps: int) -> None:
+        """run_plan has recorded the step."""
+
     def _attention_us(self, step: StepPlan, mine_N: NDArray[np.bool_], decode_N: NDArray[np.bool_]) -> float:
         """Chunks of several prompts count as one with as many (query, key) pairs, decodes with their mean length."""
         prefill, decoding = mine_N & ~decode_N, mine_N & decode_N

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import make_trace
-from simulator_kit import timer_for
+from simulator_kit import cluster, timer_for
 
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.serving import PREFILL, Request, ServingLimits, ServingLoop
@@ -13,6 +13,7 @@ from semmoe.traffic import count_traffic
 from semmoe.workload import Workload, batches
 from simulator.engine import replay, simulate_batches, simulate_serving
 from simulator.layer import LayerTimes
+from simulator.traffic_source import TracedTraffic
 
 
 def serve(flow="dp", requests=None, limits=None, timer=None, **options):
@@ -37,8 +38,9 @@ def test_every_token_of_every_request_is_computed_once_and_counted(flow):
 
 def test_a_token_lost_between_plan_and_count_is_seen_in_the_counts():
     timer = timer_for(trace=make_trace())
-    run = timer.run
-    timer.run = lambda rows, queue, load: run(rows[1:], queue[1:], load)  # type: ignore[method-assign, assignment]
+    of_rows = timer.source.of_rows
+    timer.source.of_rows = lambda rows, queue: of_rows(rows[1:], queue[1:])  # type: ignore[method-assign]
+    timer._can_run_ahead = False
     timeline, loop = serve(timer=timer)
     assert timeline.meter.tokens == int((loop.prompt_R + loop.output_R - 1).sum()) - len(timeline.steps)
 
@@ -82,6 +84,12 @@ class ConstantTimer:
         self.timeline.plans.append(step)
         self.timeline.steps.append(LayerTimes({}, self.step_ms))
         return self.timeline.steps[-1]
+
+    def run_ahead(self, step, tokens, queues, most):
+        return [self.run_plan(step, tokens, queues)]
+
+    def keep(self, steps):
+        pass
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
@@ -129,3 +137,42 @@ def test_prefill_is_chunked_across_steps_in_the_simulator_too():
     timeline, _ = serve(requests=[Request(0, 0.0, 20, 1)], limits=ServingLimits(8, 8, 400))
     assert [p.count_N.tolist() for p in timeline.plans] == [[8], [8], [4]]
     assert all((p.phase_N == PREFILL).all() for p in timeline.plans)
+
+
+class Watched(TracedTraffic):
+    """Remembers how many steps were asked for at once."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.ahead: list[int] = []
+
+    def of_steps(self, step, tokens, steps):
+        self.ahead.append(steps)
+        return super().of_steps(step, tokens, steps)
+
+
+@pytest.mark.parametrize("full_model", [False, True])
+@pytest.mark.parametrize("rate_rps", [40.0, 300.0])
+def test_steps_priced_ahead_are_the_steps_priced_one_by_one(full_model, rate_rps):
+    trace = make_trace()
+    requests = Workload.sample(trace, 30, "poisson", rate_rps, seed=1).requests
+    runs = []
+    for ahead in (True, False):
+        timer = timer_for(trace=trace, full_model=full_model, cluster=cluster(4, link_gbps=1e-3))
+        timer.source = Watched(timer.planner, timer.cost.spec, timer.cost.network.wiring)
+        timer._can_run_ahead = ahead
+        runs.append((*serve(timer=timer, requests=requests), timer.source.ahead))
+    (one, first, calls), (other, second, none) = runs
+    assert calls and max(calls) > 3 and not none
+    assert [s.step_ms for s in one.steps] == pytest.approx([s.step_ms for s in other.steps], rel=1e-12)
+    assert first.finish_ms_R == pytest.approx(second.finish_ms_R, rel=1e-12)
+    assert sorted(first.itl_ms()) == pytest.approx(sorted(second.itl_ms()), rel=1e-9)
+    assert (first.steps, one.idle_rank_steps, one.meter.tokens) == (
+        second.steps,
+        other.idle_rank_steps,
+        other.meter.tokens,
+    )
+    for name, value in one.meter.columns().items():
+        assert value == pytest.approx(other.meter.columns()[name], rel=1e-12), name
+    for left, right in zip(one.plans, other.plans, strict=True):
+        assert left.index == right.index and left.start_N.tolist() == right.start_N.tolist()
