@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench bench-gpu calibrate clean
+.PHONY: demo test lint types unit bench bench-gpu calibrate accuracy rank-order clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -45,6 +45,28 @@ bench-gpu: $(VENV)/installed
 
 calibrate: $(VENV)/installed
 	$(BIN)/semmoe calibrate
+
+# Predicts held-out configurations of 2 and 4 ranks from a fresh calibration of each, measures them, writes results/accuracy.md
+accuracy: $(VENV)/installed
+	rm -rf results/runs/accuracy
+	set -e; for ranks in 2 4; do \
+	  of="cluster.file=results/runs/accuracy/cluster-$$ranks.yaml cluster.ranks_per_node=$$ranks $(ACCURACY_ARGS)"; \
+	  $(BIN)/semmoe calibrate $$of; \
+	  $(BIN)/semmoe measure experiment=accuracy $$of; \
+	  $(BIN)/semmoe simulate experiment=accuracy $$of; \
+	  $(BIN)/semmoe measure experiment=accuracy_serve $$of; \
+	  $(BIN)/semmoe simulate experiment=accuracy_serve $$of; \
+	  $(BIN)/semmoe simulate experiment=accuracy_serve replay=results/runs/accuracy $$of; \
+	done
+	$(BIN)/python -m semmoe.accuracy results/runs/accuracy results/runs/accuracy/replay
+
+# Nine policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
+rank-order: $(VENV)/installed
+	rm -rf results/runs/rank_order
+	$(BIN)/semmoe calibrate cluster.file=results/runs/rank_order/cluster.yaml
+	$(BIN)/semmoe measure experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
+	$(BIN)/semmoe simulate experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
+	$(BIN)/python -m semmoe.rank_order results/runs/rank_order
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache results/runs

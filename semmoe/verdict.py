@@ -165,25 +165,47 @@ def _signed(value: float) -> str:
     return "below -999" if value < -999 else f"{round(value) or 0:+d}"  # no "-0"
 
 
-def order(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: bool) -> dict[str, Any]:
-    """Rank order of configurations in both backends: within one flow and dispatcher, or between them (across_flows).
+@dataclass(frozen=True)
+class Pair:
+    """Two configurations (keys of the table) in both backends. predicted, measured: sign of a's mean layer time less
+    b's; apart: whether their measured intervals do not overlap."""
 
-    same and opposite count the pairs that the measurement decides; undecided ones have overlapping measured intervals (or
-    none), or equal predictions. kendall_tau is over the means of all pairs, decided or not; NaN where there is no pair.
-    """
-    counts: dict[str, Any] = {"same": 0, "opposite": 0, "undecided": 0}
-    concordant = pairs = 0
+    a: Any
+    b: Any
+    predicted: int
+    measured: int
+    apart: bool
+
+    @property
+    def verdict(self) -> str:
+        """ "same" or "opposite" order where the measurement decides, else "undecided" (equal predictions too)."""
+        agree = self.predicted * self.measured
+        return "undecided" if not (self.apart and agree) else "same" if agree > 0 else "opposite"
+
+
+def pairs(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: bool) -> list[Pair]:
+    """Every two configurations of fixed batches in one setting and measured alike: within one flow and dispatcher, or
+    between them (across_flows)."""
     lines = both.dropna(subset=["layer_ms_predicted", "layer_ms_measured"])
     lines = lines[lines.workload == "batches"]  # served runs form different batches
     settings = {key: setting(groups[key].iloc[0]) for key in lines.key}
     every: list[Any] = list(lines.itertuples())
+    found = []
     for a, b in itertools.combinations(every, 2):
-        apart = (a.flow, a.dispatcher) != (b.flow, b.dispatcher)
-        if settings[a.key] != settings[b.key] or apart is not across_flows or not same_path(a, b):
+        elsewhere = (a.flow, a.dispatcher) != (b.flow, b.dispatcher)
+        if settings[a.key] != settings[b.key] or elsewhere is not across_flows or not same_path(a, b):
             continue
-        predicted = np.sign(a.layer_ms_predicted - b.layer_ms_predicted)
-        agree = int(predicted * np.sign(a.layer_ms_measured - b.layer_ms_measured))
-        pairs, concordant = pairs + 1, concordant + agree
-        apart_measured = a.layer_ms_low > b.layer_ms_high or b.layer_ms_low > a.layer_ms_high
-        counts["undecided" if not (apart_measured and agree) else "same" if agree > 0 else "opposite"] += 1
-    return counts | {"kendall_tau": concordant / pairs if pairs else math.nan}
+        signs = (
+            int(np.sign(getattr(a, f"layer_ms_{s}") - getattr(b, f"layer_ms_{s}"))) for s in ("predicted", "measured")
+        )
+        apart = a.layer_ms_low > b.layer_ms_high or b.layer_ms_low > a.layer_ms_high
+        found.append(Pair(a.key, b.key, *signs, bool(apart)))
+    return found
+
+
+def order(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: bool) -> dict[str, Any]:
+    """How many `pairs` agree in order, and Kendall's tau over the means of all pairs, decided or not (NaN: no pair)."""
+    found = pairs(both, groups, across_flows)
+    counts: dict[str, Any] = {v: sum(p.verdict == v for p in found) for v in ("same", "opposite", "undecided")}
+    concordant = sum(p.predicted * p.measured for p in found)
+    return counts | {"kendall_tau": concordant / len(found) if found else math.nan}

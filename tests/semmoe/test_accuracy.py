@@ -1,0 +1,99 @@
+"""Bars and rank order: computed by hand on invented rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from semmoe.accuracy import bars, document
+from semmoe.accuracy import main as accuracy_main
+from semmoe.compare import compare
+from semmoe.errors import UserError
+from semmoe.rank_order import document as order_document
+from semmoe.rank_order import rank_order, summary
+from semmoe.results import write_row
+from tests.semmoe.compare_rows import measured, row
+
+SERVED = {"workload": "serve", "batch_tokens": None, "rate_rps": 8.0}
+
+
+def written(folder, *rows):
+    for each in rows:
+        write_row(folder, each)
+    return compare([folder])
+
+
+def by_name(comparison):
+    return {bar.what: bar for bar in bars(comparison)}
+
+
+def test_bars_are_the_fixed_ones_or_twice_the_spread(tmp_path):
+    steady = [row(config="a", layer_ms=8.0), *measured("a", [10.0, 10.0])]
+    noisy = [row(config="b", layer_ms=9.0, placement="eplb"), *measured("b", [8.0, 12.0], placement="eplb")]
+    found = by_name(written(tmp_path / "one", *steady))
+    assert (found["4 ranks, layer error, median"].figure, found["4 ranks, layer error, median"].allowed) == (
+        pytest.approx(20), 10,
+    )  # fmt: skip
+    assert not found["4 ranks, layer error, median"].met and found["4 ranks, layer error, p90"].met
+    found = by_name(written(tmp_path / "two", *noisy))
+    assert found["4 ranks, layer error, median"].allowed == pytest.approx(80), "repeats spread by 40 %"
+    assert found["4 ranks, Traffic that differs"].met
+    assert not found["4 ranks, served TPOT error, median"].met, "what was not measured is not met"
+
+
+def test_served_bars_look_at_free_running_locality_and_replayed_traffic(tmp_path):
+    real = row("harness", "s", **SERVED, tpot_ms=50.0, steps_file="s.npz", lar_measured=0.25)
+    free = row(config="s", **SERVED, tpot_ms=54.0, lar_replayed=0.27)
+    folder = tmp_path / "run"
+    write_row(folder, real), write_row(folder, free)
+    write_row(folder / "replay", row(config="s", **SERVED, steps_file="s.npz", lar_replayed=0.25))
+    comparison = compare([folder, folder / "replay"])
+    found = by_name(comparison)
+    assert found["4 ranks, served TPOT error, median"].figure == pytest.approx(8)
+    assert found["4 ranks, free-running LAR"].figure == pytest.approx(2) and not found["4 ranks, free-running LAR"].met
+    assert found["4 ranks, Traffic that differs"].met
+    write_row(folder / "replay", row(config="s", **SERVED, steps_file="s.npz", lar_replayed=0.25, node_bytes=1.0))
+    assert by_name(compare([folder, folder / "replay"]))["4 ranks, Traffic that differs"].figure == 1
+
+
+def test_the_accuracy_page_names_command_machine_and_every_configuration(tmp_path, capsys):
+    folder, page = tmp_path / "run", tmp_path / "accuracy.md"
+    made = [row(config="a", layer_ms=9.0), *measured("a", [10.0, 10.2])]
+    made[1]["environment"] = json.dumps({"cores": 2, "load_1min": 0.5, "cpu": "x"})
+    text = document(written(folder, *made), "make accuracy")
+    assert "`make accuracy`" in text and "cpu x" in text and "| 4 | dp |" in text and "-10.9" in text
+    assert accuracy_main([str(folder), "--out", str(page)]) == 0 and page.read_text().startswith("# Accuracy")
+    assert "MISSED" in capsys.readouterr().out
+    assert accuracy_main([str(tmp_path / "none")]) == 2
+
+
+def policies(predicted, real):
+    rows = []
+    for i, (p, m) in enumerate(zip(predicted, real, strict=True)):
+        rows += [row(config=str(i), layer_ms=p, placement=f"p{i}"), *measured(str(i), [m, m], placement=f"p{i}")]
+    return rows
+
+
+def test_rank_order_tells_overlapping_agreeing_and_opposite_pairs(tmp_path):
+    predicted, real = [1.0, 2.0, 3.0, 5.0, 4.0, 6.0], [10.0, 10.1, 20.0, 30.0, 40.0, 50.0]
+    comparison = written(tmp_path, *policies(predicted, real))
+    _, found = rank_order(comparison)
+    verdicts = [pair.verdict for pair in found]
+    assert (verdicts.count("undecided"), verdicts.count("opposite"), verdicts.count("same")) == (1, 1, 13)
+    assert comparison.summary["order"] == {
+        "same": 13,
+        "opposite": 1,
+        "undecided": 1,
+        "kendall_tau": pytest.approx(13 / 15),
+    }
+    assert summary(found).startswith(
+        "15 pairs: 1 have overlapping measured intervals, 14 are decided, of which 13 agree and 1"
+    )
+    text = order_document(comparison, "make rank-order")
+    assert "| 4, 5 | 4 | 5 | DISAGREES |" in text and "| 1, 2 | 1 | 1 | intervals overlap |" in text
+
+
+def test_rank_order_of_fewer_than_six_policies_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"5 configurations.*needs 6"):
+        rank_order(written(tmp_path, *policies([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])))
