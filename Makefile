@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench bench-gpu calibrate accuracy rank-order clean
+.PHONY: demo test lint types unit bench bench-gpu calibrate accuracy rank-order micro clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -67,6 +67,16 @@ rank-order: $(VENV)/installed
 	$(BIN)/semmoe measure experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
 	$(BIN)/semmoe simulate experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
 	$(BIN)/python -m semmoe.rank_order results/runs/rank_order
+
+# The paper's micro-benchmark, simulated on 8 H100 and 8 L40S and in both backends on this machine: results/micro.md
+MICRO_RATES = trace.local_rate=0.2,0.4,0.6,0.8,0.9
+micro: $(VENV)/installed
+	rm -rf results/runs/micro
+	$(BIN)/semmoe simulate -m experiment=micro model=qwen3-30b-a3b cluster=h100x8,l40sx8 ep_size=8 $(MICRO_RATES)
+	$(BIN)/semmoe calibrate cluster.file=results/runs/micro/cluster.yaml
+	$(BIN)/semmoe measure -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
+	$(BIN)/semmoe simulate -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
+	$(BIN)/python -m semmoe.micro results/runs/micro
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache results/runs

@@ -33,6 +33,8 @@ class Synthetic:
     that are of its own topic, the rest of any.  zipf: exponent of the token frequencies inside a topic.
     concentration 0..1: 0 any expert of the block, 1 always the same favourites of a token type.
     context_noise, depth_fade 0..1: choices that do not follow the token, in the first layer and added until the last.
+    local_rate 1/groups..1: LAR of planted homes in every layer, instead of the two (load_skew 1).  shuffle_experts: where
+    the blocks lie, a random draw per layer; false: block g is the g-th run of experts, as contiguous placement has it.
     drift 0..1: the later half of the requests is a second domain in which this share of the token types asks for the
     next block (with load_skew, the hot rank moves with them).  load_skew: load of planted rank 0 over the mean, >= 1.
     """
@@ -56,6 +58,8 @@ class Synthetic:
     depth_fade: float = 0.3
     drift: float = 0.0
     load_skew: float = 1.0
+    local_rate: float | None = None
+    shuffle_experts: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +82,11 @@ class Synthetic:
                 f"synthetic trace: topics={self.topics} must lie between groups={self.groups} (each block needs one) "
                 f"and vocab_size={self.vocab_size} (each topic needs a token)"
             )
+        if self.local_rate is not None and not 1 / self.groups <= self.local_rate <= 1:
+            raise UserError(
+                f"synthetic trace: local_rate={self.local_rate} must lie in {1 / self.groups:.3g}..1 (1/groups..1): routes "
+                "that know nothing of the blocks are that local already"
+            )
         if not 1 <= self.load_skew <= self.groups:
             raise UserError(f"synthetic trace: load_skew={self.load_skew} must lie in 1..groups={self.groups}")
 
@@ -86,6 +95,8 @@ class Synthetic:
         """Block of every expert, the optimal rank at ep_size = groups."""
         rng = np.random.default_rng([self.seed, 1])
         block_E = np.arange(self.num_experts) // (self.num_experts // self.groups)
+        if not self.shuffle_experts:
+            return np.tile(block_E, (self.layers, 1))
         return np.stack([rng.permutation(block_E) for _ in range(self.layers)])
 
     @property
@@ -98,6 +109,8 @@ class Synthetic:
     @property
     def noise_L(self) -> NDArray[np.float64]:
         """Probability that a choice strays, per layer."""
+        if self.local_rate is not None:
+            return np.full(self.layers, (1 - self.local_rate) / max(1 - float((self.share_G**2).sum()), 1e-12))
         depth_L = np.arange(self.layers) / max(self.layers - 1, 1)
         return np.minimum(self.context_noise + self.depth_fade * depth_L, 1.0)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from semmoe.builder import RunBuilder
+from semmoe.config import compose_all
 from semmoe.errors import UserError
 from semmoe.sources.synthetic import Synthetic
 from semmoe.trace import RoutingTrace
@@ -129,3 +131,15 @@ def test_the_trace_is_valid_and_as_long_as_asked(tmp_path) -> None:  # type: ign
 def test_bad_dials_are_explained(dials: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Synthetic(**{**SHAPE, **dials})  # type: ignore[arg-type]
+
+
+def test_the_local_rate_dial_is_the_lar_of_requests_at_home() -> None:
+    """experiment=micro: contiguous experts, every request at the rank that it asks for; fixed batches in dp."""
+    for rate in (0.25, 0.6, 0.9):
+        overrides = ["experiment=micro", f"trace.local_rate={rate}", "flow=dp", "dispatcher=a2a_dedup"]
+        (config,) = compose_all([*overrides, "request_scheduler=oracle", "trace.requests=32"])
+        run = RunBuilder().build(config)
+        meter = run.recipe.locality(run.fitted, run.heldout, 512)
+        assert meter.columns()["lar"] == pytest.approx(rate, abs=0.02)
+    with pytest.raises(UserError, match=r"local_rate=0\.2 must lie in 0\.25"):
+        Synthetic(groups=4, local_rate=0.2)
