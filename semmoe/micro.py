@@ -100,13 +100,11 @@ def _overhead(same: pd.DataFrame) -> list[str]:
         return []
     ratios = []
     for side in SIDES:
-        plain, shuffled = (
-            sum(by_flow.loc[f, f"{side} {n}"] for n in ("srs_ms", "sag_ms")) for f in ("tp_scattered", "tp_shuffled")
-        )
-        ratios.append(100 * (shuffled / plain - 1))
+        moved = by_flow[[f"{side} srs_ms", f"{side} sag_ms"]].astype(float).sum(axis=1, skipna=False)
+        ratios.append(100 * (float(moved["tp_shuffled"]) / float(moved["tp_scattered"]) - 1))
     return [
         "",
-        f"SRS + SAG over reduce-scatter + all-gather: {_pair(*ratios, digits=1)} % more (simulated / measured).",
+        f"SRS + SAG over reduce-scatter + all-gather: {_pair(ratios[0], ratios[1], digits=1)} % more (simulated / measured).",
     ]
 
 

@@ -137,7 +137,7 @@ def test_the_local_rate_dial_is_the_lar_of_requests_at_home() -> None:
     """experiment=micro: contiguous experts, every request at the rank that it asks for; fixed batches in dp."""
     for rate in (0.25, 0.6, 0.9):
         overrides = ["experiment=micro", f"trace.local_rate={rate}", "flow=dp", "dispatcher=a2a_dedup"]
-        (config,) = compose_all([*overrides, "request_scheduler=oracle", "trace.requests=32"])
+        config = compose_all([*overrides, "request_scheduler=oracle", "trace.requests=32"])[0]
         run = RunBuilder().build(config)
         meter = run.recipe.locality(run.fitted, run.heldout, 512)
         assert meter.columns()["lar"] == pytest.approx(rate, abs=0.02)
