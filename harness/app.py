@@ -24,7 +24,7 @@ from semmoe.steplog import step_log_path
 from .calibrate import QUICK, Effort, collect
 from .environment import environment, usable_cores
 from .fit import cluster_dict
-from .measure import measure_run
+from .measure import how_measured, is_virtual, measure_run
 from .pool import open_pool
 from .residuals import busy_warning, load_1min, residuals, spread, table
 from .torchrun import follow, is_follower
@@ -39,9 +39,11 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
     if is_follower():
         follow(_timeout_s(runs[0]) if runs else 120.0)
         return
-    for ranks, group in groupby(runs, key=lambda run: run.ep_size):
+    for run in runs:
+        how_measured(run, run.ep_size)  # what cannot be measured is said before anything is
+    for (ranks, virtual), group in groupby(runs, key=lambda run: (run.ep_size, is_virtual(run))):
         members = list(group)
-        with open_pool(ranks, max(_timeout_s(run) for run in members)) as pool:
+        with open_pool(ranks, max(_timeout_s(run) for run in members), virtual) as pool:
             for run in members:
                 row, log = measure_run(pool, run)
                 if log is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,18 +20,27 @@ from .stack import LayerInput, Stack
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3, "fp8": 6e-2}  # relative norm; fp8 keeps 3 bits of mantissa
 
 
+_MODE = threading.Lock()
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Fresh tensors start as NaN (bytes: 255, which is NaN in every float type), so that an unwritten row shows."""
     memory: Any = torch.utils.deterministic
-    mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler: seconds
-    memory.fill_uninitialized_memory = True
+    with _MODE:
+        mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+        ours = not mode  # else another virtual rank of this process did it, and will undo it
+        if ours:
+            torch.set_deterministic_debug_mode(
+                "warn"
+            )  # use_deterministic_algorithms would import the compiler: seconds
+            memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(mode)
-        memory.fill_uninitialized_memory = fill
+        if ours:
+            torch.set_deterministic_debug_mode(mode)
+            memory.fill_uninitialized_memory = fill
 
 
 def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, float | None]:
@@ -42,7 +52,7 @@ def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tu
     for layer, given in enumerate(inputs):
         with poisoned():
             y = stack.forward(layer, given).y
-        ys = stack.transport.gather_objects((given.mine_n, y))
+        ys = stack.transport.gather_objects((given.mine_n, y.cpu()))
         error = 0.0
         if stack.context.rank == 0:
             error, flipped = _compare(stack, layer, routed, ys)

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .kernels import align, counting, exchange, grouped, home, rank_tokens, sag, srs
+from .kernels import align, barrier, counting, exchange, grouped, home, rank_tokens, sag, srs
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -79,11 +79,11 @@ def pulls(name: str, kernel: Any, constants: dict[str, Any]) -> Variant:
 def variants() -> list[Variant]:
     """Each kernel, with and without what can be switched."""
     wide = {"H": 2048, "BLOCK_H": 2048}
-    barrier = {"W": 8, "W_PADDED": 8, "SYNC": True, "SPIN_LIMIT": 0}
-    shuffle = {**barrier, "COUNT": True, "EXIT": False}
+    waits = {"W": 8, "W_PADDED": 8, "SYNC": True, "SPIN_LIMIT": 0}
+    shuffle = {**waits, "COUNT": True, "EXIT": False}
     sort = {"TILE": counting.TILE_ELEMENTS // 8, "BINS": 8, "ROWS": 8, "COUNTED": False}
     aligned = {"S": 128, "BLOCK_M": 128, "TILE": counting.TILE_ELEMENTS // 128, "BINS": 128, "ROWS": 64}
-    served = {"SLOTS_PER_RANK": 16, "K": 8, **wide, **barrier}
+    served = {"SLOTS_PER_RANK": 16, "K": 8, **wide, **waits}
     up, down = {"K": 2048, "N": 768, "GATED": True}, {"K": 768, "N": 2048, "GATED": False}
     sag_row = {"C": 2048, "BLOCK_C": 2048, **shuffle}
     by_assignment, by_token = (
@@ -96,7 +96,8 @@ def variants() -> list[Variant]:
         pulls("srs, residual and norm", srs.srs_kernel, {**wide, **shuffle, "RESIDUAL": True, "NORM": True}),
         pulls("sag", sag.sag_kernel, {**sag_row, "IDS": 0, "IDS_PADDED": 1}),
         pulls("sag, 8 ids", sag.sag_kernel, {**sag_row, "IDS": 8, "IDS_PADDED": 8}),
-        pulls("pull", exchange.pull_kernel, {"LIMIT_TIMES": 128, "CHOICES": 8, **wide, **barrier}),
+        Variant("barrier", barrier.barrier_kernel, {"W": 8, "W_PADDED": 8, "SPIN_LIMIT": 1 << 24}, warps=4),
+        pulls("pull", exchange.pull_kernel, {"LIMIT_TIMES": 128, "CHOICES": 8, **wide, **waits}),
         pulls("combine by assignment", exchange.combine_kernel, by_assignment),
         pulls("combine by token", exchange.combine_kernel, by_token),
         Variant("sum of own answers", exchange.combine_kernel, own, rows=True),

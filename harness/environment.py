@@ -14,8 +14,8 @@ import psutil
 LIBRARIES = ("torch", "triton", "numpy", "numba")
 
 
-def environment(ranks: int) -> dict[str, Any]:
-    """Machine, library versions, load and threads, in names with units."""
+def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
+    """Machine, library versions, load and threads, in names with units. where: what the ranks are."""
     load_1min, _, _ = os.getloadavg()
     return {
         "cpu": _cpu_model(),
@@ -27,12 +27,12 @@ def environment(ranks: int) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
-        "mode": "eager, CPU processes on one machine: no link speed may be derived from them",
+        "mode": "eager, GPUs" if where == "GPUs" else f"eager, {where}: no link speed may be derived from them",
     }
 
 
-def environment_json(ranks: int) -> str:
-    return json.dumps(environment(ranks), sort_keys=True)
+def environment_json(ranks: int, where: str = "CPU processes") -> str:
+    return json.dumps(environment(ranks, where), sort_keys=True)
 
 
 def usable_cores() -> int:

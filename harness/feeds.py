@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,7 +62,7 @@ class HiddenFeed:
         self.hidden_LNH = torch.empty(trace.num_layers, trace.num_tokens, config.hidden)
         if context.rank == 0:
             self._forward(context, trace)
-        dist.broadcast(self.hidden_LNH, src=0)
+        context.broadcast(self.hidden_LNH)
 
     def _forward(self, context: RankContext, trace: RoutingTrace) -> None:
         for request in range(trace.num_requests):

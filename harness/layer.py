@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.placement.base import Placement
 from semmoe.planning import ReplicaRouter
+from semmoe.schedule.priced import priced_owners
 
 from .dispatchers import Work, local_work, make_dispatcher
 from .reference.experts import run_experts
@@ -37,8 +39,11 @@ from .reference.gate import Gating
 from .timing import PhaseTimer
 from .transport.base import Transport
 from .transport.codec import torch_dtype
-from .transport.plan import ShufflePlan
+from .transport.plan import HomeScores, ShufflePlan
 from .weights import RankWeights, WeightSource, rank_weights
+
+if TYPE_CHECKING:
+    from .layer_kernels import LayerKernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +110,13 @@ class MoELayer:
         self._gate = weights.gate_EH[self._expert_of_slot_P] if self.permuted_gate else weights.gate_EH
         dispatched = spec.flow != "tp_replicated"
         self._dispatcher = make_dispatcher(spec, transport, self.slots_per_rank, max_tokens) if dispatched else None
+        self.kernels = _kernels(spec, transport, self.slots_per_rank)
 
     def forward(
         self,
         x: Tensor,
         routes: Routes | None = None,
-        homes_T: NDArray[np.integer] | ShufflePlan | None = None,
+        homes_T: NDArray[np.integer] | ShufflePlan | HomeScores | None = None,
         residual_TH: Tensor | None = None,
         counts_G: Sequence[int] | None = None,
     ) -> LayerOutput:
@@ -133,16 +139,12 @@ class MoELayer:
         self,
         x_TH: Tensor,
         routes: Routes | None,
-        homes_T: NDArray[np.integer] | ShufflePlan,
+        homes_T: NDArray[np.integer] | ShufflePlan | HomeScores,
         residual_TH: Tensor | None,
     ) -> LayerOutput:
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         transport, timer = self.transport, self.timer
-        plan = (
-            homes_T
-            if isinstance(homes_T, ShufflePlan)
-            else ShufflePlan.from_homes(homes_T, transport.ranks, x_TH.device)
-        )
+        plan = self._plan(homes_T, x_TH.device)
         mine_n = plan.mine_T(transport.rank)
         timer.lap("plan")
         rows_nH = transport.srs(x_TH, plan, residual_TH, op=before)
@@ -151,12 +153,23 @@ class MoELayer:
         own = None if routes is None else _rows_of(routes, mine_n)
         timer.lap("permute")
         y_nH, flips, slots_nk = self._moe(rows_nH, own, plan.counts_G)
-        y_TH = transport.sag(y_nH, plan, op=after)
         carried = None
         if self.spec.carry_expert_ids:
-            carried = transport.sag(slots_nk.to(torch.int16), plan, op="expert_ids").long()
+            y_TH, ids_Tk = transport.sag_with_ids(y_nH, slots_nk.to(torch.int16), plan, after)
+            carried = ids_Tk.long()
+        else:
+            y_TH = transport.sag(y_nH, plan, after)
         timer.lap("sag")
         return LayerOutput(y_TH, flips, carried)
+
+    def _plan(self, homes_T: NDArray[np.integer] | ShufflePlan | HomeScores, device: torch.device) -> ShufflePlan:
+        if isinstance(homes_T, ShufflePlan):
+            return homes_T
+        if self.kernels is not None:
+            return self.kernels.plan(homes_T, self.transport.ranks, device)
+        if isinstance(homes_T, HomeScores):
+            homes_T = priced_owners(homes_T.score_TG.cpu().numpy(), homes_T.capacity)
+        return ShufflePlan.from_homes(homes_T, self.transport.ranks, device)
 
     def _replicated(self, x_TH: Tensor, routes: Routes | None, residual_TH: Tensor | None) -> LayerOutput:
         timer = self.timer
@@ -179,6 +192,9 @@ class MoELayer:
         assert self._dispatcher is not None
         slots_nk, weights_nk, flips = self._route(x_nH, routes, home=self.transport.rank)
         self.timer.lap("gate")
+        if self.kernels is not None and self.kernels.exchange is not None:
+            y_nH = self.kernels.exchange.forward(x_nH, slots_nk, weights_nk, self.weights, self.timer)
+            return y_nH, flips, slots_nk
         work = self._dispatcher.dispatch(x_nH, slots_nk, weights_nk, counts_G, self.timer)
         return self._dispatcher.combine(self._run_experts(work), self.timer), flips, slots_nk
 
@@ -214,16 +230,21 @@ class MoELayer:
 
     def _run_experts(self, work: Work) -> Tensor:
         """fp32 [num_rows, H]: the weighted sum of the experts' outputs for each row."""
-        order_A = work.slot_A.argsort(stable=True)
-        row_A = work.row_A[order_A]
         counts_S = torch.bincount(work.slot_A, minlength=self.slots_per_rank)
-        rows_AH = work.rows_RH.index_select(0, row_A)
-        self.timer.lap("permute")
-        out_AH = run_experts(rows_AH, counts_S, self.weights.w13_S2FH, self.weights.w2_SHF)
+        w13_S2FH, w2_SHF = self.weights.w13_S2FH, self.weights.w2_SHF
+        if self.kernels is not None:  # sorts by itself, and answers in the order of the assignments
+            row_A, weight_A = work.row_A, work.weight_A
+            out_AH = self.kernels.experts(work.rows_RH, row_A, work.slot_A, w13_S2FH, w2_SHF)
+        else:
+            order_A = work.slot_A.argsort(stable=True)
+            row_A, weight_A = work.row_A[order_A], work.weight_A[order_A]
+            rows_AH = work.rows_RH.index_select(0, row_A)
+            self.timer.lap("permute")
+            out_AH = run_experts(rows_AH, counts_S, w13_S2FH, w2_SHF)
         now = self.transport.counter.now
         now.expert_rows, now.active_experts = len(out_AH), int((counts_S > 0).sum())
         self.timer.lap("experts")
-        weighted_AH = out_AH.float() * work.weight_A[order_A, None]
+        weighted_AH = out_AH.float() * weight_A[:, None]
         out_RH = torch.zeros(work.num_rows, out_AH.shape[1], dtype=torch.float32, device=out_AH.device)
         out_RH.index_add_(0, row_A, weighted_AH)
         self.timer.lap("permute")
@@ -264,3 +285,12 @@ def build_layers(
 def _rows_of(routes: Routes, token_n: Tensor) -> Routes:
     weights = None if routes.weights_Tk is None else routes.weights_Tk.index_select(0, token_n)
     return Routes(routes.slots_Tk.index_select(0, token_n), weights, routes.forced)
+
+
+def _kernels(spec: DispatchSpec, transport: Transport, slots_per_rank: int) -> LayerKernels | None:
+    """The Triton kernels where the transport asks for them; only then Triton is imported."""
+    if transport.kernel_path != "triton":
+        return None
+    from .layer_kernels import LayerKernels
+
+    return LayerKernels(spec, transport, slots_per_rank)

@@ -23,6 +23,8 @@ from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
 from .serve import measure_serve
 from .stack import Stack
+from .transport.choose import kernel_path, rank_device
+from .transport.symmetric_checks import require_symmetric
 from .worker import RankContext
 
 
@@ -50,10 +52,10 @@ def measure_run(
     Raises UserError (RankError) when a rank fails or its output is wrong.
     """
     check_measurable(run)
+    transport, kernels, where = how_measured(run, pool.ranks)
     task = measure_serve if run.kind == "serve" else measure_batches
     records: list[RankRecord] = pool.run(task, run, progress=progress)
-    transport = str(run.cfg["transport"]["name"])
-    row = run.identity("harness", transport, "torch")
+    row = run.identity("harness", transport, kernels)
     meter = run.meter()
     for step in range(len(records[0].step_ns_S)):
         meter.add(traffic_of([record.counters_S[step] for record in records]))
@@ -71,8 +73,8 @@ def measure_run(
             served["prefix_hit_rate"],
         )
     row |= {
-        "environment": environment_json(pool.ranks),
-        "provenance": f"measured on {pool.ranks} CPU processes, {transport} transport, eager",
+        "environment": environment_json(pool.ranks, where),
+        "provenance": f"measured on {pool.ranks} {where}, {transport} transport, eager",
         "output_error": records[0].output_error,
         "route_flips": records[0].route_flips,
     }
@@ -92,3 +94,23 @@ def check_measurable(run: Run) -> None:
             "measured requests of scope=full_model keep no KV for others: set serving.prefix_block_tokens=0 (no prefix "
             "cache), or scope=moe_layers, where hits shorten the prefill"
         )
+
+
+def is_virtual(run: Run) -> bool:
+    """Whether its ranks are threads of one process."""
+    return bool(run.cfg["transport"]["name"] == "virtual")
+
+
+def how_measured(run: Run, ranks: int) -> tuple[str, str, str]:
+    """(transport, kernel path, what the ranks are) of the rows of a run; UserError for what must not be timed."""
+    named = run.cfg["transport"]
+    if named["name"] == "symmetric":
+        require_symmetric(ranks)
+    device = rank_device(named["name"], ranks)
+    if is_virtual(run):
+        if run.kind == "serve":
+            raise UserError("transport=virtual runs fixed batches only; set workload=batches")
+        where = f"virtual ranks on one {'GPU' if device.type == 'cuda' else 'CPU'}"
+    else:
+        where = "GPUs" if device.type == "cuda" else "CPU processes"
+    return str(named["name"]), kernel_path(named, device), where

@@ -82,7 +82,7 @@ class RankPool:
         # everything that ranks write (rendezvous, shared buffers) lies in one folder, which goes when the pool goes
         self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
         self._children: list[_Child] = []
-        context = _start_method()
+        context = start_method()
         resource_tracker.ensure_running()  # its start would let Ctrl-C through again, see _interrupts_held
         try:
             for rank in range(ranks):
@@ -212,7 +212,7 @@ class RankPool:
         )
 
 
-def _start_method() -> Any:
+def start_method() -> Any:
     """Ranks are forked from one server process that has imported what they need: torch is imported once, not by every
     rank, and the second pool of a process starts at once. Where there is no such server, ranks are spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -232,10 +232,14 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def open_pool(ranks: int, timeout_s: float = 120.0) -> Pool:
-    """A pool of started processes; under torchrun, the given ones (the caller is its rank 0)."""
+def open_pool(ranks: int, timeout_s: float = 120.0, virtual: bool = False) -> Pool:
+    """A pool of started processes; under torchrun, the given ones (the caller is its rank 0). virtual: of threads."""
     from .torchrun import TorchrunPool, under_torchrun
 
+    if virtual:
+        from .virtual_pool import VirtualPool
+
+        return VirtualPool(ranks, timeout_s)
     return TorchrunPool(ranks, timeout_s) if under_torchrun() else RankPool(ranks, timeout_s)
 
 

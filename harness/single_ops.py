@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .rotation import Operation, rotate
-from .stack import make_transport
 from .transport.base import RowTransport
+from .transport.choose import make_transport
 from .transport.plan import ShufflePlan
 from .worker import RankContext
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.errors import UserError, nearest
+from semmoe.errors import UserError
 from semmoe.planning import RoutedStep
 from semmoe.run import Run
 from semmoe.schedule.base import capacity_of
@@ -24,11 +22,10 @@ from .layer import LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
 from .timing import PhaseTimer
 from .transport.base import Transport
+from .transport.choose import make_transport
 from .transport.codec import torch_dtype
-from .transport.shared import stage_bytes_for
+from .transport.staged import stage_bytes_for
 from .worker import RankContext
-
-TRANSPORTS = ("collective", "shared")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +66,15 @@ class Stack:
         self.feed = self.make_feed()
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
         staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
-        self.transport = open_transport(context, run.cfg["transport"]["name"], staged)
+        named = run.cfg["transport"]
+        self.transport = open_transport(context, named["name"], staged, named.get("kernels", "torch"))
+        self.device = torch.device(getattr(self.transport, "device", "cpu"))
+        if self.device.type == "cuda" and self.scope == "full_model":
+            raise UserError("scope=full_model is measured on CPU ranks only; set transport=shared, or scope=moe_layers")
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(torch.cuda.synchronize if self.device.type == "cuda" else None)
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None
         self.layers: list[MoELayer] = build_layers(
             self.transport,
@@ -102,9 +103,9 @@ class Stack:
             homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
             mine_n = np.flatnonzero(homes_T == rank) if dp else np.arange(len(routed.rows_T))
             x_TH = self.feed.rows_TH(layer, routed.rows_T[mine_n])
-            slots_Tk = torch.from_numpy(routed.slots_TLk[mine_n, layer].astype(np.int64))
+            slots_Tk = torch.from_numpy(routed.slots_TLk[mine_n, layer].astype(np.int64)).to(self.device)
             x = x_TH if dp else x_TH * share
-            inputs.append(LayerInput(x.to(self.dtype), Routes(slots_Tk), None if dp else homes_T, mine_n))
+            inputs.append(LayerInput(x.to(self.device, self.dtype), Routes(slots_Tk), None if dp else homes_T, mine_n))
         return inputs
 
     def forward(self, layer: int, given: LayerInput) -> LayerOutput:
@@ -115,11 +116,11 @@ class Stack:
         self.timer.reset()
         self.transport.counter.reset()
         layer_ns, outputs = [], []
-        dist.barrier()
+        self.context.barrier()
         begin = perf_counter_ns()
         for layer, given in enumerate(inputs):
             if barrier_each_layer and layer:
-                dist.barrier()
+                self.context.barrier()
             start = perf_counter_ns()
             outputs.append(self.forward(layer, given))
             layer_ns.append(perf_counter_ns() - start)
@@ -143,26 +144,16 @@ def max_home_tokens(run: Run) -> int:
     return capacity_of(most, ranks, run.recipe.home_cap if shuffled else 1.0)
 
 
-def open_transport(context: RankContext, name: str, stage_bytes: int = 0) -> Transport:
+def open_transport(context: RankContext, name: str, stage_bytes: int = 0, kernels: str = "torch") -> Transport:
     """The transport of this name, opened once a pool (again where it must stage more bytes). Collective."""
-    opened: dict[str, tuple[int, Transport]] = context.state.setdefault("transports", {})
-    reserved, transport = opened.get(name, (-1, None))
+    if context.virtual is not None and name == "virtual":
+        context.virtual.kernel_path = kernels
+        return context.virtual
+    opened: dict[tuple[str, str], tuple[int, Transport]] = context.state.setdefault("transports", {})
+    reserved, transport = opened.get((name, kernels), (-1, None))
     if transport is None or reserved < stage_bytes:
         if transport is not None:
             transport.close()
-        transport = make_transport(name, None, stage_bytes)
-        opened[name] = stage_bytes, transport
+        transport = make_transport(name, None, stage_bytes, kernels)
+        opened[name, kernels] = stage_bytes, transport
     return transport
-
-
-def make_transport(name: str, group: Any, stage_bytes: int) -> Transport:
-    """A transport over a process group (None: all ranks). stage_bytes: what `shared` must hold of one operation."""
-    if name == "shared":
-        from .transport.shared import SharedTransport
-
-        return SharedTransport(group, stage_bytes=max(stage_bytes, 16 << 20))
-    if name != "collective":
-        raise UserError(f"transport '{name}'{nearest(name, TRANSPORTS)}")
-    from .transport.collective import CollectiveTransport
-
-    return CollectiveTransport(group)

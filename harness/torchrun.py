@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from semmoe.errors import UserError
 
-from .worker import GROUP_TIMEOUT, RankContext
+from .worker import GROUP_TIMEOUT, RankContext, backends
 
 
 def under_torchrun() -> bool:
@@ -91,5 +91,6 @@ def _join(timeout_s: float) -> tuple[RankContext, Any]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    return RankContext(dist.get_rank(), dist.get_world_size()), dist.new_group(timeout=GROUP_TIMEOUT)
+    dist.init_process_group(backends(), timeout=timedelta(seconds=timeout_s))
+    control = dist.new_group(timeout=GROUP_TIMEOUT, backend="gloo")
+    return RankContext(dist.get_rank(), dist.get_world_size()), control

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .transport.virtual import VirtualTransport
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
 STOP = b""  # no pickle is empty
@@ -31,11 +36,30 @@ class RankContext:
     ranks: int
     state: dict[str, Any] = field(default_factory=dict)  # survives from task to task: models, weights, references
     report: Callable[[int, int], None] = lambda done, total: None
+    virtual: VirtualTransport | None = None  # of virtual ranks, which have no process group
 
     def progress(self, done: int, total: int) -> None:
         """Tell the pool that this task lives (rank 0 speaks for all)."""
         if self.rank == 0:
             self.report(done, total)
+
+    def barrier(self) -> None:
+        """Return when all ranks have come. On a GPU their work may still be queued."""
+        import torch.distributed as dist
+
+        if self.virtual is not None:
+            self.virtual.barrier()
+        else:
+            dist.barrier()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into everybody's CPU tensor of the same shape."""
+        import torch.distributed as dist
+
+        if self.virtual is None:
+            dist.broadcast(tensor, src=0)
+        else:
+            tensor.copy_(self.virtual.gather_objects(tensor.clone())[0])
 
 
 def work(rank: int, ranks: int, pipe: Connection, scratch: str, folder: str, environment: dict[str, str]) -> None:
@@ -83,9 +107,18 @@ def join_local_group(rank: int, ranks: int, rendezvous: str) -> None:
     loopback = next((name for name in ("lo", "lo0") if name in psutil.net_if_addrs()), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name without an address would stop gloo
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT
+        backends(), init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT
     )
+
+
+def backends() -> str:
+    """gloo for tensors on the CPU; NCCL for those on GPUs, where there are any."""
+    import torch
+    import torch.distributed as dist
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def is_broken_connection(error: BaseException) -> bool:

@@ -29,6 +29,9 @@ def settings_digest(cfg: dict[str, Any], backend: str, config_id: str, repeat: i
         used["measure"] = {key: value for key, value in used["measure"].items() if key != "timeout_s"}
     if cfg["workload"]["kind"] != "serve":
         used.pop("slo", None)
+    kernels = cfg["transport"].get("kernels", "torch")
+    if backend == "harness" and kernels != "torch":
+        used["kernels"] = kernels
     sources = {group: _source(cfg.get(group)) for group in (*METHODS, "trace")}
     used["sources"] = {group: source for group, source in sources.items() if source}
     if cfg.get("replay"):

@@ -90,6 +90,7 @@ RULES: dict[str, Rule] = {
     "cluster.file": or_null(TEXT),
     "placement.slots": or_null(whole(1)),
     "transport.name": TEXT,
+    "transport.kernels": among("torch", "triton"),
 }
 
 

@@ -42,3 +42,13 @@ def arrive_and_wait(pad_table, rank, block, epoch, W: tl.constexpr, W_PADDED: tl
         spins += 1
     tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def barrier_kernel(pad_table, epochs, status, rank, W: tl.constexpr, W_PADDED: tl.constexpr, SPIN_LIMIT: tl.constexpr):
+    """The barrier alone. It shares pads and epochs with the kernels that wait themselves, so every block takes part."""
+    block = tl.program_id(0)
+    epoch = tl.load(epochs + block) + 1
+    if arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT) < epoch:
+        tl.store(status, 1)
+    tl.store(epochs + block, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from semmoe.errors import UserError
 from ..reference.ranking import TokenRanking
 from ..transport.base import PeerTransport
 from ..transport.plan import ShufflePlan
+from ..transport.pull import address_table
+from .barrier import barrier_kernel
 from .sag import sag_kernel
 from .srs import srs_kernel
 
@@ -33,7 +36,7 @@ class BarrierState:
     def check(self) -> None:
         """RuntimeError when a block gave up waiting (spin_limit > 0 only). Reads device memory."""
         if int(self.status_1):
-            raise RuntimeError("a rank did not arrive at the barrier of SRS or SAG within the spin limit")
+            raise RuntimeError("a rank did not arrive at the barrier inside a kernel within the spin limit")
 
 
 def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int = 0) -> BarrierState:
@@ -41,14 +44,27 @@ def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int
     if transport.name == "virtual":
         raise UserError("virtual ranks cannot wait for each other inside a kernel; launch without a barrier")
     pads = transport.alloc(blocks, transport.ranks, torch.int32)
-    device = pads.local.device
     transport.barrier()
-    return BarrierState(
-        pads.table_G,
-        torch.zeros(blocks, dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        blocks,
-        spin_limit,
+    return barrier_state(pads.peers_G, blocks, spin_limit)
+
+
+def barrier_state(pads_G: Sequence[Tensor], blocks: int, spin_limit: int = 0) -> BarrierState:
+    """State over everybody's pads, int32 [blocks, W], which are zero on all ranks by now."""
+    epochs_B, status_1 = (torch.zeros(n, dtype=torch.int32, device=pads_G[0].device) for n in (blocks, 1))
+    return BarrierState(address_table(pads_G), epochs_B, status_1, blocks, spin_limit)
+
+
+def launch_barrier(state: BarrierState, rank: int) -> None:
+    """The barrier as a kernel of its own: what is launched on the stream after it sees what all ranks wrote before."""
+    ranks = len(state.pad_table_G)
+    barrier_kernel[(state.blocks,)](
+        state.pad_table_G,
+        state.epochs_B,
+        state.status_1,
+        rank,
+        W=ranks,
+        W_PADDED=triton.next_power_of_2(ranks),
+        SPIN_LIMIT=state.spin_limit,
     )
 
 

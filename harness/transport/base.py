@@ -58,11 +58,16 @@ class Transport(Protocol):
     name: str
     rank: int
     ranks: int
+    kernel_path: str
     counter: Counter
 
     def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor: ...
 
     def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor: ...
+
+    def sag_with_ids(
+        self, rows_NC: Tensor, ids_Nk: Tensor, plan: ShufflePlan, op: str = "sag"
+    ) -> tuple[Tensor, Tensor]: ...
 
     def dispatch(
         self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int
@@ -101,6 +106,7 @@ class RowTransport:
     """Packing, splitting and counting over the primitives of a subclass."""
 
     name = "base"
+    kernel_path = "torch"
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -152,6 +158,12 @@ class RowTransport:
         out = torch.empty_like(gathered)
         out[plan.perm_T] = gathered
         return out
+
+    def sag_with_ids(
+        self, rows_NC: Tensor, ids_Nk: Tensor, plan: ShufflePlan, op: str = "sag"
+    ) -> tuple[Tensor, Tensor]:
+        """SAG of the rows and of the int16 expert ids [n, k] of each token, counted as op "expert_ids"."""
+        return self.sag(rows_NC, plan, op), self.sag(ids_Nk, plan, op="expert_ids")
 
     def dispatch(
         self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int

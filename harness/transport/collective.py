@@ -26,7 +26,7 @@ class CollectiveTransport(RowTransport):
     def __init__(self, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group, self.device = group, torch.device(device)
-        self._native_reduce_scatter = dist.get_backend(group) != "gloo"
+        self._native_reduce_scatter = self.device.type == "cuda"  # NCCL
 
     def _all_to_all(self, flat: Tensor, send_bytes_G: Sequence[int], receive_bytes_G: Sequence[int]) -> Tensor:
         got = torch.empty(sum(receive_bytes_G), dtype=torch.uint8, device=flat.device)

@@ -57,3 +57,12 @@ class ShufflePlan:
     def mine_T(self, rank: int) -> Tensor:
         """The tokens that `rank` is home to, in its order."""
         return self.perm_T[self.starts_G[rank] : self.starts_G[rank] + self.counts_G[rank]]
+
+
+@dataclass(frozen=True, eq=False)
+class HomeScores:
+    """Homes still to be assigned, by prices (`semmoe.schedule.priced`): score_TG int32 on the layer's device, at most
+    `capacity` tokens on a rank. With kernels no score leaves the device."""
+
+    score_TG: Tensor
+    capacity: int

@@ -1,13 +1,16 @@
 """PullTransport: what transports share whose ranks can read each other's tensors: everything is pulled.
 
-A subclass has `_publish(x)`, which makes x readable by all and returns everybody's once all are there, and `_release()`,
-called when this rank has read them.
+A subclass has `_publish_parts`, which makes tensors readable by all and returns everybody's once all are there, `_lend`
+and `_lent` for results that a kernel writes where peers read them, and `_release`, called when this rank has read them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from ..reference import shuffle
 from .base import PeerBuffer, RowTransport
 from .packing import row_bytes
 from .plan import ShufflePlan
+
+if TYPE_CHECKING:
+    from ..kernels.launch import BarrierState
 
 KERNEL_PATHS = ("torch", "triton")
 _ONE_LAUNCH = threading.Lock()  # Triton's interpreter is not safe with threads
@@ -33,40 +39,78 @@ class PullTransport(RowTransport):
             raise UserError(f"kernel_path '{kernel_path}'{nearest(kernel_path, KERNEL_PATHS)}")
         self.kernel_path = kernel_path
 
-    def _publish(self, x: Tensor) -> list[Tensor]:
-        """Everybody's tensor in rank order. Row shapes and dtypes agree; the number of rows may differ."""
+    def _publish_parts(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Everybody's tensors, each in rank order, once all are there. Row shapes and dtypes agree; the number of rows
+        may differ between ranks, not between the parts of one."""
         raise NotImplementedError
 
+    def _offer(self, parts: Sequence[Tensor], rows_G: Sequence[int]) -> tuple[list[list[Tensor]], BarrierState | None]:
+        """As `_publish_parts` for a kernel that waits for its peers itself, with the state to wait with; or, where it
+        need not wait, None. rows_G: rows of every rank's parts."""
+        return self._publish_parts(parts), None
+
+    def _lend(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of this rank to write into, which `_lent` shows to the peers. Nothing may be published in between."""
+        raise NotImplementedError
+
+    def _lent(self, local: Tensor) -> tuple[list[Tensor], BarrierState | None]:
+        """Everybody's lent buffer, of the same shape; see `_offer`."""
+        raise NotImplementedError
+
+    def _publish(self, x: Tensor) -> list[Tensor]:
+        return self._publish_parts([x])[0]
+
     def _release(self) -> None:
-        """This rank has read what the last `_publish` gave it."""
+        """This rank has read what it was given last."""
 
     def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor:
-        peers_G = self._publish(x_TH)
         if self.kernel_path == "triton":
             from ..kernels.launch import launch_srs
 
-            with _ONE_LAUNCH:
-                rows_nH, counted_G = launch_srs(address_table(peers_G), x_TH, plan, self.rank, residual_TH)
-            pulled_G = counted_G.tolist()
+            (peers_G,), barrier = self._offer([x_TH], [plan.tokens] * self.ranks)
+            with launching(x_TH.device):
+                rows_nH, counted_G = launch_srs(
+                    address_table(peers_G), x_TH, plan, self.rank, residual_TH, barrier=barrier
+                )
+            pulled_G = counted_by(counted_G, barrier)
         else:
-            rows_nH, pulled_G = shuffle.srs(peers_G, plan, self.rank, residual_TH)
+            rows_nH, pulled_G = shuffle.srs(self._publish(x_TH), plan, self.rank, residual_TH)
         self._release()
         self.counter.exchange(op, row_bytes(x_TH), plan.counts_G, pulled_G)
         return rows_nH
 
     def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor:
-        peers_G = self._publish(rows_NC)
         if self.kernel_path == "triton":
-            from ..kernels.launch import launch_sag
-
-            with _ONE_LAUNCH:
-                out_TC, counted_G = launch_sag(address_table(peers_G), rows_NC, plan)
-            pulled_G = counted_G.tolist()
-        else:
-            out_TC, pulled_G = shuffle.sag(peers_G, plan)
+            return self._sag_by_kernel([rows_NC], plan, [op])[0]
+        out_TC, pulled_G = shuffle.sag(self._publish(rows_NC), plan)
         self._release()
         self.counter.exchange(op, row_bytes(rows_NC), [len(rows_NC)] * self.ranks, pulled_G)
         return out_TC
+
+    def sag_with_ids(
+        self, rows_NC: Tensor, ids_Nk: Tensor, plan: ShufflePlan, op: str = "sag"
+    ) -> tuple[Tensor, Tensor]:
+        if self.kernel_path == "triton":
+            out_TC, ids_Tk = self._sag_by_kernel([rows_NC, ids_Nk], plan, [op, "expert_ids"])
+            return out_TC, ids_Tk
+        return super().sag_with_ids(rows_NC, ids_Nk, plan, op)
+
+    def _sag_by_kernel(self, parts: list[Tensor], plan: ShufflePlan, ops: list[str]) -> list[Tensor]:
+        """SAG of the rows and, in the same launch, of the ids beside them."""
+        from ..kernels.launch import CarriedIds, launch_sag
+
+        peers, barrier = self._offer(parts, plan.counts_G)
+        tables = [address_table(peers_G) for peers_G in peers]
+        ids = None
+        if len(parts) > 1:
+            ids = CarriedIds(tables[1], parts[1].new_empty(plan.tokens, parts[1].shape[1]))
+        with launching(parts[0].device):
+            out_TC, counted_G = launch_sag(tables[0], parts[0], plan, self.rank, barrier=barrier, ids=ids)
+        pulled_G = counted_by(counted_G, barrier)
+        self._release()
+        for part, op in zip(parts, ops, strict=True):
+            self.counter.exchange(op, row_bytes(part), [len(part)] * self.ranks, pulled_G)
+        return [out_TC] if ids is None else [out_TC, ids.out_Tk]
 
     def _gather(self, bytes_NB: Tensor, counts_G: Sequence[int]) -> tuple[Tensor, list[int]]:
         parts = [peer[:n] for peer, n in zip(self._publish(bytes_NB), counts_G, strict=True)]
@@ -92,6 +136,19 @@ class PullTransport(RowTransport):
         out = torch.cat([peer[: len(c)] for peer, c in zip(peers_G, chunks, strict=True)])
         self._release()
         return out
+
+
+def counted_by(counted_G: Tensor, barrier: BarrierState | None) -> list[int]:
+    """A kernel's counts on the host; RuntimeError when it gave up waiting for a peer."""
+    counts = counted_G.tolist()
+    if barrier is not None:
+        barrier.check()
+    return counts
+
+
+def launching(device: torch.device) -> AbstractContextManager[object]:
+    """Around a launch: virtual ranks are threads, which the interpreter must not see at once."""
+    return contextlib.nullcontext() if device.type == "cuda" else _ONE_LAUNCH
 
 
 def address_table(peers_G: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,7 @@
-"""SharedMemory: one file that the processes of a machine map together, with a region a rank and a barrier.
+"""SharedMemory: PeerMemory of the processes of one machine, in one file that they map together.
 
-A region holds an epoch word, two tables of sizes, two staging areas and an arena. The file's name is removed as soon as
-all have mapped it, so nothing is left behind however the processes end.
-The barrier: every rank stores a growing epoch in its own word and waits until all words have reached it.
+The file's name is removed as soon as all have mapped it, so nothing is left behind however the processes end. The
+barrier: every rank stores a growing epoch in its own word and waits until all words have reached it.
 """
 
 from __future__ import annotations
@@ -11,45 +10,41 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from semmoe.errors import UserError
 
-CONTROL_BYTES = 8192  # epoch word in the first 64 bytes, then two tables of sizes
-TABLE_WORDS = 500
-ALIGN = 256
+from .peer_memory import FIRST_TABLE_WORD, TABLE_WORDS, PeerMemory, region_bytes
+
 SPINS_BEFORE_SLEEP = 2000
 
 
-class SharedMemory:
-    """stages_2G[p][r], tables_2G[p][r]: staging area p and table p of rank r; `alloc` takes from the arenas."""
+class SharedMemory(PeerMemory):
+    """Collective. The tables are read and written through numpy, ten times faster than through tensors."""
 
     def __init__(self, group: dist.ProcessGroup | None, stage_bytes: int, arena_bytes: int, timeout_s: float) -> None:
-        self.rank, self.ranks, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        self.stage_bytes, arena_bytes = (-(-size // ALIGN) * ALIGN for size in (stage_bytes, arena_bytes))
-        self._region_bytes = CONTROL_BYTES + 2 * self.stage_bytes + arena_bytes
-        memory = _map_shared(self.rank, self.ranks * self._region_bytes, group).view(self.ranks, self._region_bytes)
-        words: Any = memory.numpy().view(np.int64)
-        self._memory_GB = memory
+        rank, ranks, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        size = region_bytes(stage_bytes, arena_bytes)
+        memory_GB = _map_shared(rank, ranks * size, group).view(ranks, size)
+        super().__init__(rank, list(memory_GB), stage_bytes)
+        words: Any = memory_GB.numpy().view(np.int64)
         self._epochs_G = words[:, 0]
-        self.tables_2G = [words[:, 8 + p * TABLE_WORDS : 8 + (p + 1) * TABLE_WORDS] for p in range(2)]
-        self.stages_2G = [memory[:, CONTROL_BYTES + p * self.stage_bytes :][:, : self.stage_bytes] for p in range(2)]
-        self._arena_next = CONTROL_BYTES + 2 * self.stage_bytes
+        starts = [FIRST_TABLE_WORD + p * TABLE_WORDS for p in range(2)]
+        self._tables_2 = [words[:, start : start + TABLE_WORDS] for start in starts]
         self._epoch = 0
 
-    def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> list[Tensor]:
-        """A [rows, cols] tensor of every rank, in rank order; the same arguments on all ranks."""
-        size = rows * cols * dtype.itemsize
-        start = self._arena_next
-        if start + size > self._region_bytes:
-            raise UserError(f"shared transport: {size} bytes do not fit into the arena; raise arena_bytes")
-        self._arena_next = start + -(-size // ALIGN) * ALIGN
-        return [self._memory_GB[g, start : start + size].view(dtype).view(rows, cols) for g in range(self.ranks)]
+    def write_table(self, parity: int, owner: int, start: int, values: Sequence[int] | NDArray[np.int64]) -> None:
+        self._tables_2[parity][owner, start : start + len(values)] = values
+
+    def read_table(self, parity: int) -> NDArray[np.int64]:
+        return self._tables_2[parity]
 
     def barrier(self) -> None:
         """Return when all ranks have called it; RuntimeError that names a rank which does not come in time."""

@@ -40,6 +40,7 @@ class VirtualTransport(PullTransport):
 
     def __init__(self, rank: int, ranks: int, meeting: _Meeting, kernel_path: str = "torch") -> None:
         super().__init__(rank, ranks, kernel_path)
+        self.device = torch.device("cpu")
         self._meeting = meeting
 
     def _all_to_all(self, flat: Tensor, send_bytes_G: Sequence[int], receive_bytes_G: Sequence[int]) -> Tensor:
@@ -53,8 +54,15 @@ class VirtualTransport(PullTransport):
     def _swap_sizes(self, sizes_Gn: Sequence[Sequence[int]]) -> list[list[int]]:
         return [list(rows[self.rank]) for rows in self._meeting.swap(self.rank, sizes_Gn)]
 
-    def _publish(self, x: Tensor) -> list[Tensor]:
-        return self._meeting.swap(self.rank, x)
+    def _publish_parts(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
+        everybody = self._meeting.swap(self.rank, list(parts))
+        return [list(peers_G) for peers_G in zip(*everybody, strict=True)]
+
+    def _lend(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(rows, cols, dtype=dtype, device=device)
+
+    def _lent(self, local: Tensor) -> tuple[list[Tensor], None]:
+        return self._publish(local), None
 
     def _release(self) -> None:
         self._meeting.barrier.wait()
@@ -64,7 +72,9 @@ class VirtualTransport(PullTransport):
 
     def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> PeerBuffer:
         """A buffer on every rank (collective), filled with NaN where the dtype has it, so that unused rows show."""
-        return peer_buffer(self.rank, self._meeting.swap(self.rank, poison(torch.empty(rows, cols, dtype=dtype))))
+        return peer_buffer(
+            self.rank, self._meeting.swap(self.rank, poison(torch.empty(rows, cols, dtype=dtype, device=self.device)))
+        )
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()

@@ -162,6 +162,25 @@ def rounds(ranks: int, number: int, barrier: bool, exit_barrier: bool) -> int:
     return wrong
 
 
+def barrier_alone(number: int) -> int:
+    """What symmetric memory waits with: the barrier as a kernel of its own, between writing a buffer and reading it."""
+    from harness.kernels.launch import launch_barrier, make_barrier
+
+    transport = transport_of("shared", 2)
+    if transport is None:
+        return 0
+    pair = [transport.alloc(1, 4, torch.float32) for _ in range(2)]
+    state, late, wrong = make_barrier(transport, blocks=2, spin_limit=200_000), random.Random(transport.rank), 0
+    for index in range(number):
+        time.sleep(late.uniform(0, 0.02))
+        pair[index % 2].local.fill_(index)
+        launch_barrier(state, transport.rank)
+        wrong += sum(bool((peer != index).any()) for peer in pair[index % 2].peers_G)
+    state.check()
+    transport.barrier()
+    return wrong
+
+
 def lonely() -> str:
     """Rank 0 of 2 enters a kernel that rank 1 never starts: the spin limit ends it, with a message."""
     from harness.kernels.launch import launch_srs, make_barrier

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
+
+from harness.pool import start_method
 
 RANKS = 4
 TIMEOUT_S = 120
@@ -23,7 +24,7 @@ class RankProcesses:
     """`run(function, *arguments)` calls a module-level function on every rank and returns the results in rank order."""
 
     def __init__(self, ranks: int = RANKS) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = start_method()
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         pipes = [context.Pipe() for _ in range(ranks)]
@@ -32,17 +33,8 @@ class RankProcesses:
             context.Process(target=_serve, args=(rank, ranks, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        before = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS")}
-        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when the children import
-        try:
-            for process in self.processes:
-                process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
+        for process in self.processes:
+            process.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in self.pipes:
@@ -93,11 +85,13 @@ def _transport(name: str, ranks: int) -> Any:
         return None
     if name == "collective":
         return CollectiveTransport(group)
-    kernel_path = "triton" if name == "shared_triton" else "torch"
-    return SharedTransport(group, stage_bytes=4 << 20, timeout_s=30, kernel_path=kernel_path)
+    kernel_path = "torch" if name == "shared" else "triton"
+    fused_blocks = 2 if name == "shared_fused" else 0
+    return SharedTransport(group, stage_bytes=4 << 20, timeout_s=30, kernel_path=kernel_path, fused_blocks=fused_blocks)
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)

@@ -54,6 +54,10 @@ def test_two_processes_with_the_fused_barrier_are_exact_under_random_delays(exit
     assert wrong[:2] == [0, 0]
 
 
+def test_the_barrier_as_a_kernel_of_its_own_separates_writes_from_reads() -> None:
+    assert rank_processes().run(kernel_cases.barrier_alone, 20)[:2] == [0, 0]
+
+
 def test_without_the_barrier_stale_rows_are_seen() -> None:
     """Negative control: the same rounds with the late rank not waited for."""
     wrong = rank_processes().run(kernel_cases.rounds, 2, 6, False, False)
@@ -65,10 +69,11 @@ def test_a_rank_that_does_not_come_is_reported_within_the_spin_limit() -> None:
 
 
 @pytest.mark.parametrize("flow", ["tp_scattered", "tp_shuffled"])
-def test_layers_over_the_kernels_are_lossless_and_count_the_same_rows(flow: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_triton", "shared_fused"])
+def test_layers_over_the_kernels_are_lossless_and_count_the_same_rows(flow: str, transport: str) -> None:
     from layer_cases import Case, check_case, run_cases
 
     cases = [Case(flow, "a2a_dedup", "random", tokens, "ends", residual=True, carry=True) for tokens in (0, 1, 7, 64)]
-    results = rank_processes().run(run_cases, "shared_triton", 2, cases)
+    results = rank_processes().run(run_cases, transport, 2, cases)
     for i, case in enumerate(cases):
-        check_case(case, 2, [results[rank][i] for rank in range(2)], 1e-5)
+        check_case(case, 2, [results[rank][i] for rank in range(2)], 1e-5, routes_first=True)

@@ -228,3 +228,17 @@ def test_most_tokens_at_home_bound_every_step():
     shuffled = build("flow=tp_shuffled", "home_cap=1.5")
     assert max_home_tokens(shuffled) == 36
     assert max_home_tokens(build("workload=serve", "serving.max_batch_tokens=77")) == 77
+
+
+def test_virtual_ranks_count_what_processes_count(pool):
+    """transport=virtual from the configuration: threads of this process, the same Traffic and config id."""
+    from harness.virtual_pool import VirtualPool
+
+    run = build("flow=tp_shuffled", "transport=virtual")
+    with VirtualPool(2) as threads:
+        row, _ = measure_run(threads, run)
+    other, _ = measure_run(pool, build("flow=tp_shuffled"))
+    assert (row["transport"], row["kernel_path"], row["config_id"]) == ("virtual", "torch", other["config_id"])
+    assert "2 virtual ranks on one CPU" in row["provenance"] and row["output_error"] < 1e-5
+    counted = [key for key in other if key.endswith(("_measured", "_bytes")) or key.startswith("imbalance")]
+    assert len(counted) > 3 and {key: row[key] for key in counted} == {key: other[key] for key in counted}

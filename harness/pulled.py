@@ -1,0 +1,154 @@
+"""PullExchange: dispatch, experts and combine of one layer by the kernels of `harness.kernels`, over peers' memory.
+
+    routes of all ranks' tokens (slots and weights, k each: metadata) -> who serves what, worked out on every rank
+    a2a_assignment   pull a row per assignment, sorted by expert -> experts -> answers by assignment; home pulls k of them
+    a2a_dedup        pull a row per served token -> experts -> one weighted sum a token; home pulls one a serving rank
+
+No sizes are exchanged and rows are read from the home's own buffer. Letters: T tokens of all ranks in rank order (rank
+0's first), A = T * k assignments, S slots of a rank. Counts come from the counters that the kernels increment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from semmoe.dispatch import DispatchSpec
+
+from .kernels.align import moe_align
+from .kernels.grouped import grouped_matmul, tiling_of
+from .kernels.launch_exchange import Group, Served, combine, pull, serve_assignments, serve_tokens, sum_own
+from .reference.ranking import TokenRanking
+from .timing import PhaseTimer
+from .transport.packing import row_bytes
+from .transport.pull import PullTransport, address_table, counted_by, launching
+from .weights import RankWeights
+
+
+def can_pull(spec: DispatchSpec) -> bool:
+    """Whether the kernels serve this dispatcher: rows must travel in the activation dtype."""
+    plain = spec.activation_dtype == spec.dispatch_dtype == spec.combine_dtype
+    return plain and spec.dispatcher in ("a2a_assignment", "a2a_dedup")
+
+
+class PullExchange:
+    """Of one layer; see the module. `forward` is collective."""
+
+    def __init__(self, spec: DispatchSpec, transport: PullTransport, slots_per_rank: int) -> None:
+        self.transport, self.slots_per_rank = transport, slots_per_rank
+        self.dedup = spec.dispatcher == "a2a_dedup"
+
+    def forward(
+        self, x_nH: Tensor, slots_nk: Tensor, weights_nk: Tensor, weights: RankWeights, timer: PhaseTimer
+    ) -> Tensor:
+        """[n, H]: the weighted sums of the experts' outputs of this rank's n tokens."""
+        transport, rank = self.transport, self.transport.rank
+        group, counts_G = self._gather_routes(slots_nk, weights_nk)
+        timer.lap("permute")
+        (x_G,), barrier = transport._offer([x_nH], counts_G)
+        with launching(x_nH.device):
+            served = serve_tokens(group, rank) if self.dedup else serve_assignments(group, rank, self._block_m(group))
+            rows_PH = x_nH.new_empty(len(served.list_P), x_nH.shape[1])
+            pulled_G = pull(address_table(x_G), group, served, rank, rows_PH, barrier)
+        rows_pulled_G = counted_by(pulled_G, barrier)
+        transport._release()
+        timer.lap("dispatch")
+        answers = self._answers(x_nH, group, served, rows_PH, weights)
+        timer.lap("experts")
+        o_G, barrier = transport._lent(answers)
+        with launching(x_nH.device):
+            y_nH = x_nH.new_empty(len(x_nH), x_nH.shape[1])
+            pulled_G = combine(address_table(o_G), group, rank, y_nH, self.dedup, barrier)
+        answers_pulled_G = counted_by(pulled_G, barrier)
+        transport._release()
+        timer.lap("combine")
+        self._count(x_nH, group, counts_G, slots_nk, rows_pulled_G, answers_pulled_G)
+        return y_nH
+
+    def _block_m(self, group: Group) -> int:
+        return tiling_of(group.slots_Tk.numel(), self.slots_per_rank * group.ranks).block_m
+
+    def _gather_routes(self, slots_nk: Tensor, weights_nk: Tensor) -> tuple[Group, list[int]]:
+        """(the step as every rank knows it, tokens of each rank)."""
+        transport, k = self.transport, slots_nk.shape[1]
+        mine = torch.cat([slots_nk.to(torch.int32), weights_nk.float().contiguous().view(torch.int32)], dim=1)
+        routes_G = transport._publish(mine)
+        counts_G = [len(routes) for routes in routes_G]
+        both_T = torch.cat(routes_G)
+        transport._release()
+        away = sum(counts_G) - len(mine)
+        transport.counter.metadata(len(mine) * (transport.ranks - 1) * row_bytes(mine), away * row_bytes(mine))
+        weights_Tk = both_T[:, k:].contiguous().view(torch.float32)
+        plan = rank_order(counts_G, mine.device)
+        return Group(plan, both_T[:, :k].contiguous(), weights_Tk, self.slots_per_rank, transport.ranks), counts_G
+
+    def _answers(self, like_nH: Tensor, group: Group, served: Served, rows_PH: Tensor, weights: RankWeights) -> Tensor:
+        """What this rank's experts say, where the peers can read it: [T, H] weighted sums (dedup), or [A, H]."""
+        transport, rank, hidden = self.transport, self.transport.rank, like_nH.shape[1]
+        tokens, k = group.slots_Tk.shape
+        tiling = tiling_of(tokens * k, self.slots_per_rank * group.ranks)
+        lent = transport._lend(tokens if self.dedup else tokens * k, hidden, like_nH.dtype, like_nH.device)
+        with launching(like_nH.device):
+            if served.row_T is not None:
+                alignment = moe_align(group.own_slot_A(rank), self.slots_per_rank, tiling.block_m)
+                row_A = served.row_T.repeat_interleave(k, output_size=tokens * k)
+                out_AH = like_nH.new_empty(tokens * k, hidden)
+            else:
+                assert served.alignment is not None
+                alignment, row_A, out_AH = (
+                    served.alignment,
+                    _place_of(served.list_P, served.limit_1 * served.limit_times, tokens * k),
+                    lent,
+                )
+            inner_AF = grouped_matmul(rows_PH, row_A, weights.w13_S2FH, alignment, True, tiling)
+            grouped_matmul(inner_AF, None, weights.w2_SHF, alignment, False, tiling, out_AH)
+            if self.dedup:
+                sum_own(out_AH, group, served, rank, lent)
+        counts_S = alignment.counts_S.tolist()
+        now = transport.counter.now
+        now.expert_rows, now.active_experts = sum(counts_S), sum(n > 0 for n in counts_S)
+        return lent
+
+    def _count(
+        self,
+        x_nH: Tensor,
+        group: Group,
+        counts_G: Sequence[int],
+        slots_nk: Tensor,
+        rows_pulled_G: list[int],
+        answers_pulled_G: list[int],
+    ) -> None:
+        """Senders count by their own routes, servers by what their kernels pulled and by the routes that came."""
+        transport = self.transport
+        now, ranks = transport.counter.now, transport.ranks
+        chosen_nG = torch.stack([slots_nk // self.slots_per_rank == g for g in range(ranks)], dim=2).sum(dim=1)
+        now.assignments_sent_G, now.pairs_sent_G = chosen_nG.sum(dim=0).tolist(), (chosen_nG > 0).sum(dim=0).tolist()
+        mine_T = (group.own_slot_A(transport.rank) >= 0).view(group.slots_Tk.shape).sum(dim=1)
+        came_G = mine_T.split(list(counts_G))
+        now.assignments_served_G = [int(part.sum()) for part in came_G] if self.dedup else rows_pulled_G
+        now.pairs_served_G = rows_pulled_G if self.dedup else [int((part > 0).sum()) for part in came_G]
+        sent_G = now.pairs_sent_G if self.dedup else now.assignments_sent_G
+        transport.counter.exchange("dispatch", row_bytes(x_nH), sent_G, rows_pulled_G)
+        transport.counter.exchange("combine", row_bytes(x_nH), rows_pulled_G, answers_pulled_G)
+
+
+def rank_order(counts_G: Sequence[int], device: torch.device) -> TokenRanking:
+    """The plan of tokens that stand in rank order: nothing is permuted. Worked example, counts [2, 1]: owner [0, 0, 1],
+    slot [0, 1, 0]."""
+    counts = torch.tensor(counts_G, dtype=torch.int64)
+    starts = counts.cumsum(0) - counts
+    owner_T = torch.arange(len(counts)).repeat_interleave(counts)
+    perm_T = torch.arange(len(owner_T))
+    made = (perm_T, perm_T - starts[owner_T], owner_T, counts, starts)
+    return TokenRanking(*(tensor.to(device) for tensor in made))
+
+
+def _place_of(list_P: Tensor, limit_1: Tensor, assignments: int) -> Tensor:
+    """Place of each assignment in list_P (0 where it has none); places from limit_1 on are undefined."""
+    place_P = torch.arange(len(list_P), device=list_P.device)
+    real_P = (place_P < limit_1) & (list_P >= 0) & (list_P < assignments)
+    place_A = torch.zeros(assignments + 1, dtype=torch.int64, device=list_P.device)
+    place_A[torch.where(real_P, list_P.long(), assignments)] = place_P
+    return place_A[:assignments]
