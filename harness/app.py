@@ -26,6 +26,7 @@ from .environment import environment, usable_cores
 from .fit import cluster_dict
 from .measure import how_measured, is_virtual, measure_run
 from .pool import open_pool
+from .preflight import preflight
 from .residuals import busy_warning, load_1min, residuals, spread, table
 from .torchrun import follow, is_follower
 
@@ -44,6 +45,7 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
     for (ranks, virtual), group in groupby(runs, key=lambda run: (run.ep_size, is_virtual(run))):
         members = list(group)
         with open_pool(ranks, max(_timeout_s(run) for run in members), virtual) as pool:
+            print(preflight(pool, members), flush=True)
             for run in members:
                 row, log = measure_run(pool, run)
                 if log is not None:

@@ -8,6 +8,8 @@ from torch import Tensor
 from semmoe.dispatch import FP8_BLOCK
 from semmoe.errors import UserError
 
+from .packing import row_bytes
+
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP8_MAX = 448.0  # largest finite e4m3
 
@@ -56,5 +58,7 @@ def decode(rows: Tensor, hidden: int, dtype: str, out_dtype: torch.dtype) -> Ten
 
 def bytes_of(rows: Tensor) -> Tensor:
     """The same rows as uint8 [N, row bytes]: gloo knows only a few dtypes, and a copy needs none."""
+    if not rows.numel():  # strides of an empty tensor may be anything
+        return torch.empty(len(rows), row_bytes(rows), dtype=torch.uint8, device=rows.device)
     rows = rows.contiguous()
     return rows if rows.dtype == torch.uint8 else rows.flatten(1).view(torch.uint8)

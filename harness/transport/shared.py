@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from .shared_memory import SharedMemory
-from .staged import StagedTransport
+from .staged import ARENA_BYTES, StagedTransport
 
 
 class SharedTransport(StagedTransport):
@@ -23,7 +23,7 @@ class SharedTransport(StagedTransport):
         self,
         group: dist.ProcessGroup | None = None,
         stage_bytes: int = 64 << 20,
-        arena_bytes: int = 4 << 20,
+        arena_bytes: int = ARENA_BYTES,
         timeout_s: float = 60.0,
         kernel_path: str = "torch",
         fused_blocks: int = 0,

@@ -28,6 +28,8 @@ from .pull import PullTransport, peer_buffer, poison
 if TYPE_CHECKING:
     from ..kernels.launch import BarrierState
 
+ARENA_BYTES = 4 << 20  # of a rank, for `alloc`
+
 
 class StagedTransport(PullTransport):
     """Over an initialised process group, used to gather objects only.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .peer_memory import PeerMemory, region_bytes
-from .staged import StagedTransport
+from .staged import ARENA_BYTES, StagedTransport
 from .symmetric_checks import require_symmetric
 
 SPIN_LIMIT = 1 << 24  # polls of a missing rank's flag, about a microsecond each: an error instead of a hang
@@ -64,7 +64,7 @@ class SymmetricTransport(StagedTransport):
         self,
         group: dist.ProcessGroup | None = None,
         stage_bytes: int = 64 << 20,
-        arena_bytes: int = 4 << 20,
+        arena_bytes: int = ARENA_BYTES,
         kernel_path: str = "triton",
     ) -> None:
         require_symmetric(dist.get_world_size(group))

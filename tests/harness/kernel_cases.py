@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_processes import transport_of
+from shuffle_cases import sum_case
 
 from harness.reference import shuffle
 from harness.transport.plan import ShufflePlan
@@ -55,15 +56,16 @@ def check_virtual(counts: list[int], dtype: str) -> None:
     assert pulled_G.tolist() == counts
 
 
-def check_sum(ranks: int, tokens: int) -> None:
+def check_sums(cases: list[tuple[int, int, str]]) -> None:
+    """SAG(SRS(X)) of virtual ranks by kernels is the rank-order fp32 sum to the bit, in every case of `shuffle_cases`."""
     from harness.kernels.launch import launch_sag, launch_srs
 
-    rng = np.random.default_rng(tokens)
-    plan = ShufflePlan.from_homes(rng.integers(0, ranks, tokens), ranks)
-    x_GTH = torch.from_numpy(rng.integers(-9, 9, (ranks, tokens, HIDDEN))).float()
-    table = address_table(list(x_GTH))
-    rows_G = [launch_srs(table, x_GTH[0], plan, rank)[0].contiguous() for rank in range(ranks)]
-    assert torch.equal(launch_sag(address_table(rows_G), rows_G[0], plan)[0], x_GTH.sum(0))
+    for ranks, tokens, kind in cases:
+        plan, x_GTH, expected_TH = sum_case(ranks, tokens, kind)
+        table, blocks = address_table(list(x_GTH)), 3 if tokens > 64 else 16
+        rows_G = [launch_srs(table, x_GTH[0], plan, rank, blocks=blocks)[0].contiguous() for rank in range(ranks)]
+        got_TH, _ = launch_sag(address_table(rows_G), rows_G[0], plan, blocks=blocks)
+        assert torch.equal(got_TH, expected_TH), (ranks, tokens, kind)
 
 
 def check_residual() -> None:

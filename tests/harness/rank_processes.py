@@ -58,9 +58,9 @@ class RankProcesses:
 
 
 @functools.cache
-def rank_processes() -> RankProcesses:
+def rank_processes(ranks: int = RANKS) -> RankProcesses:
     """The processes of this test run; ended with it."""
-    processes = RankProcesses()
+    processes = RankProcesses(ranks)
     atexit.register(processes.close)
     return processes
 

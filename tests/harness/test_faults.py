@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,8 +14,6 @@ pytest.importorskip("torch")
 from harness.environment import environment, usable_cores
 from semmoe import cli
 from tests.harness.measure_kit import BASE, write_plugins
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_killed_rank_ends_the_sweep_and_a_rerun_finishes_it(tmp_path, monkeypatch, capfd):
@@ -51,19 +46,6 @@ def test_a_killed_rank_ends_the_sweep_and_a_rerun_finishes_it(tmp_path, monkeypa
     assert cli.main([*sweep, *killer]) == 0
     assert "1 rows exist already and were kept" in capfd.readouterr().out
     assert len(list(rows.glob("*-r0.json"))) == 2 and first.read_bytes() == kept
-
-
-def test_under_torchrun_the_given_ranks_measure(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness"]
-    command = [*torchrun, "measure", *BASE, "workload.max_batches=1", "name=given"]
-    command.remove("workload.max_batches=2")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (path,) = (tmp_path / "results" / "runs" / "given").glob("*.json")
-    row = json.loads(path.read_text())
-    assert row["ep_size"] == 2 and row["layer_ms"] > 0 and row["tokens"] == 48
-    assert done.stdout.count("measured 1 configuration(s)") == 1, "one rank drives"
 
 
 def test_environment_names_the_machine_and_counts_usable_cores_only(monkeypatch):

@@ -6,6 +6,7 @@ The interpreter must be chosen before a kernel is defined, so its cases run on t
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 import kernel_cases
+import shuffle_cases
 from rank_processes import rank_processes
 
 
@@ -26,10 +28,10 @@ def test_virtual_ranks_agree_with_the_twin_and_leave_other_rows_alone(counts: li
     on_first(kernel_cases.check_virtual, counts, dtype)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 64])
-def test_gathering_what_was_scattered_is_the_sum_over_ranks(ranks: int, tokens: int) -> None:
-    on_first(kernel_cases.check_sum, ranks, tokens)
+def test_gathering_what_was_scattered_is_the_rank_order_sum_to_the_bit() -> None:
+    """The whole matrix but 1,000 tokens, of which the interpreter sees two (see test_shuffle_matrix.py for all)."""
+    cases = [case for case in shuffle_cases.matrix() if case[1] < 1000] + [(8, 1000, "free"), (2, 1000, "one")]
+    on_first(kernel_cases.check_sums, cases)
 
 
 def test_the_residual_is_added_to_the_rows_of_its_tokens() -> None:
@@ -52,6 +54,13 @@ def test_virtual_ranks_may_not_wait_inside_a_kernel() -> None:
 def test_two_processes_with_the_fused_barrier_are_exact_under_random_delays(exit_barrier: bool) -> None:
     wrong = rank_processes().run(kernel_cases.rounds, 2, 12, True, exit_barrier)
     assert wrong[:2] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("SEMMOE_SLOW"), reason="minutes in the interpreter; SEMMOE_SLOW=1 runs it")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_sixty_rounds_with_the_fused_barrier_are_exact(ranks: int) -> None:
+    assert rank_processes(8).run(kernel_cases.rounds, ranks, 60, True, False)[:ranks] == [0] * ranks
 
 
 def test_the_barrier_as_a_kernel_of_its_own_separates_writes_from_reads() -> None:
