@@ -64,7 +64,6 @@ def even_traffic(model: ModelSpec, spec: DispatchSpec, ranks: int, tokens_per_ra
     any of them with 1 - (1 - p)^k, and of its E/G experts a share 1 - (1 - 1/n)^rows has a row. tp_replicated: no homes.
     """
     rows, experts = tokens_per_rank * spec.top_k, model.num_experts / ranks
-    rows, experts = tokens_per_rank * spec.top_k, model.num_experts / ranks
     share_GG = np.full((ranks, ranks), (1 - lar) / max(ranks - 1, 1))
     np.fill_diagonal(share_GG, lar if ranks > 1 else 1.0)
     # Traffic's arrays count whole rows; expected ones are fractions, and the cost model prices them alike

@@ -1,8 +1,9 @@
 """The verdict of a whole comparison in plain words: does it pay here, by how much, why, and how sure that is.
 
 Settings (same model, cluster, batch, ...) are judged one by one: the best configuration with a policy against the better
-baseline, measured where anything was measured. A gain counts when the 95 % interval over repeats lies above 0; one repeat
-never decides, because it does not show how much runs differ.
+baseline, measured where anything was measured. A gain counts when the 95 % interval over repeats lies above 0. Nothing is
+decided by one repeat, which does not show how much runs differ, nor by repeats that differ so much that a gain of more
+than HIDDEN_PCT could hide in the interval.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .page import Verdict
 from .reason import why
 
 SHOWN_SETTINGS = 6
+HIDDEN_PCT = 20.0
 PREDICTED = " This is a prediction; nothing was measured."
 RANK = {"gain": 0, "open": 1, "even": 2, "loss": 3}
 
@@ -97,7 +99,9 @@ def _outcome(line: Any, side: str) -> str:
         return "even" if abs(line.gain_pct) < PREDICTED_TIE_PCT else "gain" if line.gain_pct > 0 else "loss"
     if math.isnan(line.gain_low_pct) or line.repeats < 2:
         return "open"
-    return "even" if line.gain_low_pct <= 0 <= line.gain_high_pct else "gain" if line.gain_pct > 0 else "loss"
+    if line.gain_low_pct <= 0 <= line.gain_high_pct:
+        return "even" if line.gain_high_pct <= HIDDEN_PCT else "open"
+    return "gain" if line.gain_pct > 0 else "loss"
 
 
 def _headline(best: Judged) -> str:
@@ -106,9 +110,15 @@ def _headline(best: Judged) -> str:
         "gain": f"{sure}: it pays here, by {_size(best.line.gain_pct)} % of the {_what(best)}.",
         "even": f"No gain here: {_none_of(best)} faster than the better baseline beyond the noise.",
         "loss": f"No: {_none_of(best)} faster than the better baseline; the best is {_size(best.line.gain_pct)} % slower.",
-        "open": "Undecided: measured once, which does not show how much runs differ.",
+        "open": f"Undecided: {_undecided(best)}.",
     }[best.outcome]
     return text + (PREDICTED if best.side == "predicted" else "")
+
+
+def _undecided(best: Judged) -> str:
+    if best.line.repeats < 2 or math.isnan(best.line.gain_high_pct):
+        return "measured once, which does not show how much runs differ"
+    return f"repeats differ so much that a gain of up to {_size(best.line.gain_high_pct)} % could hide in the noise"
 
 
 def _headline_many(judged: list[Judged]) -> str:

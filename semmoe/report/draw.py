@@ -78,10 +78,15 @@ def legend_below(figure: Any, handles: dict[str, Any]) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=7.5)
 
 
+def row_in(names: Sequence[str]) -> float:
+    """Height in inches that a line of the figure needs, so that the longest of its labels touches no other."""
+    return 0.12 + 0.15 * max((name.count("\n") + 1 for name in names), default=1)
+
+
 def bars(names: list[str], series: Sequence[Series], label: str, start: float = 0.0, absent: str = "") -> Any:
     """Horizontal bars, a group for each name, that begin at `start` (1: perfect balance). `absent` stands where all is NaN."""
     height = 0.8 / len(series)
-    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + max(0.17 * len(series) + 0.1, 0.36) * len(names)))
+    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + max(0.17 * len(series) + 0.1, row_in(names)) * len(names)))
     places = np.arange(len(names))
     values_SN = np.array([one.values for one in series], dtype=float)
     for i, (one, values) in enumerate(zip(series, values_SN, strict=True)):

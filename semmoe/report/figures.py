@@ -33,6 +33,7 @@ from .draw import (
     labels,
     legend_below,
     plain_ticks,
+    row_in,
     subplots,
 )  # fmt: skip
 
@@ -47,7 +48,8 @@ def gain(comparison: Comparison) -> Any:
     table = comparison.table
     if table.gain_pct.isna().all():
         return None
-    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + 0.36 * len(table)))
+    names = labels(table)
+    figure, axes = subplots(figsize=(WIDTH_IN, 0.9 + row_in(names) * len(table)))
     axes.axvline(0, color=BLACK, linewidth=1)
     shown: set[str] = set()
     lines: list[Any] = list(table.itertuples())
@@ -60,7 +62,7 @@ def gain(comparison: Comparison) -> Any:
         axes.errorbar([line.gain_pct], [place], xerr=errors([line.gain_pct], *ends), fmt=marker, color=colour, markersize=7,
                       capsize=3, elinewidth=1.5, label=None if name in shown else name)  # fmt: skip
         shown.add(name)
-    frame(axes, labels(table), "time saved against the better baseline (%)")
+    frame(axes, names, "time saved against the better baseline (%)")
     low, high = axes.get_xlim()
     axes.set_xlim(max(low, -120), min(high, 110))  # an interval that leaves the picture says enough
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=5, borderaxespad=0.2)

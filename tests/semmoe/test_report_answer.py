@@ -36,7 +36,7 @@ def test_a_gain_that_holds_is_told_with_its_size_interval_and_reason(tmp_path):
 
 def test_bytes_that_fall_without_saving_time_are_given_as_the_reason(tmp_path):
     fewer = {"lar_measured": 0.6, "bytes_per_token_measured": 50.0, **OURS}
-    rows = [*measured("base", [10.0, 12.0, 9.0]), *measured("ours", [10.5, 9.5, 11.0], **fewer)]
+    rows = [*measured("base", [10.0, 10.2, 9.9]), *measured("ours", [10.1, 10.0, 10.1], **fewer)]
     kind, headline, points, _ = said(tmp_path, rows)
     assert kind == "even" and headline.startswith("No gain here: the configuration tried is not faster")
     assert "Bytes fall by 50 %" in points["Why"] and "start-up and waiting" in points["Why"]
@@ -55,6 +55,12 @@ def test_a_prediction_is_called_one(tmp_path, layer_ms, kind, words):
 def test_one_repeat_decides_nothing(tmp_path):
     kind, headline, *_ = said(tmp_path, [*measured("base", [10.0]), *measured("ours", [5.0], **OURS)])
     assert kind == "open" and "measured once" in headline
+
+
+def test_repeats_that_differ_widely_decide_nothing(tmp_path):
+    rows = [*measured("base", [10.0, 30.0, 9.0]), *measured("ours", [20.0, 9.0, 25.0], **OURS)]
+    kind, headline, *_ = said(tmp_path, rows)
+    assert kind == "open" and "could hide in the noise" in headline
 
 
 def test_without_a_baseline_there_is_no_answer(tmp_path):
