@@ -170,7 +170,7 @@ def compare(rest: Sequence[str]) -> int:
         comparison.to_csv(options.csv)
     first = Path(options.runs[0])
     html = options.html or (first if first.is_dir() else first.parent) / "report.html"
-    write_report(comparison, html, title=f"semmoe: {first.name}", command="semmoe compare " + shlex.join(rest))
+    write_report(comparison, html, f"semmoe: {first.resolve().name}", "semmoe compare " + shlex.join(rest))
     print(f"report: {html}")
     return 0
 

@@ -45,6 +45,5 @@ def served_columns(
         **{name: float(value) for name, value in rates.items()},
         "preemptions": int(preemptions),
         "prefix_hit_rate": float(prefix_hit_rate),
-        "slo_ttft_ms": float(slo["ttft_ms"]),
-        "slo_tpot_ms": float(slo["tpot_ms"]),
+        **{f"slo_{name}": float(slo[name]) for name in ("ttft_ms", "tpot_ms") if np.isfinite(float(slo[name]))},
     }

@@ -94,12 +94,14 @@ class Progress:
         self.rows += 1
         self.configs.add(row["config_id"])
 
-    def close(self) -> None:
+    def close(self, folders: Collection[Path]) -> None:
         spent_s = time.perf_counter() - self.start_s - self.planning_s
         note = f"; {self.kept} rows exist already and were kept (rerun=true makes them again)" if self.kept else ""
         rows = f", {self.rows} rows," if self.rows > len(self.configs) else ""
         took = f"in {spent_s:.1f} s after {self.planning_s:.1f} s of planning"
         print(f"{self.verb} {len(self.configs)} configuration(s){rows} {took}{note}", flush=True)
+        for folder in sorted(folders):
+            print(f"rows: {folder}; `semmoe compare {folder}` makes tables and report of them", flush=True)
 
 
 def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Progress) -> list[Run]:
@@ -136,7 +138,7 @@ def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> in
         for run in runs:
             told.finished(write_row(folder_of(run.cfg), simulator.simulate(run)), sweeps)
             bar.update()
-    told.close()
+    told.close({folder_of(run.cfg) for run in runs})
     return 0
 
 
@@ -150,7 +152,7 @@ def measure_all(overrides: Sequence[str], multirun: bool, harness: Any) -> int:
             for run, row in harness.measure(runs):
                 told.finished(write_row(folder_of(run.cfg), row), sweeps)
                 bar.update()
-    told.close()
+    told.close({folder_of(run.cfg) for run in runs})
     return 0
 
 

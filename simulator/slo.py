@@ -17,7 +17,10 @@ from typing import Any
 
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
+from semmoe.results import write_row
 from semmoe.run import Run
+from semmoe.session import folder_of
+from semmoe.workload import workload_axes
 
 PAPER_FACTOR = 5.0
 MOST_DOUBLINGS = 40
@@ -87,22 +90,24 @@ def throughput_under_slo(
 
 
 def server(run: Run) -> Serve:
-    """Serve the run's workload at another rate; the columns of its row."""
+    """Serve the run's workload at another rate; its row, the same as of a simulated run at that rate."""
     if run.kind != "serve":
         raise UserError("throughput under SLO needs workload=serve")
     if run.cfg["workload"]["log"] is None and run.cfg["workload"]["arrivals"] in ("trace", "all_at_once"):
         raise UserError(f"workload.arrivals={run.cfg['workload']['arrivals']} has no rate to vary; poisson has one")
-    from .app import serve
+    from .app import simulate
 
     def at(rate_rps: float) -> Mapping[str, Any]:
-        return serve(_at_rate(run, rate_rps))[0]
+        return simulate(_at_rate(run, rate_rps))
 
     return at
 
 
 def _at_rate(run: Run, rate_rps: float) -> Run:
     pools = run.pools and (_at_rate(run.pools[0], rate_rps), _at_rate(run.pools[1], rate_rps))
-    return replace(run, cfg=run.cfg | {"workload": run.cfg["workload"] | {"rate_rps": rate_rps}}, pools=pools)
+    workload = run.cfg["workload"] | {"rate_rps": rate_rps}
+    axes = run.axes | {"workload": workload_axes(workload)}
+    return replace(run, cfg=run.cfg | {"workload": workload}, axes=axes, pools=pools)
 
 
 def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
@@ -112,7 +117,7 @@ def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one configuration's throughput under SLO and the rates tried."""
+    """Print one configuration's throughput under SLO and the rates tried, and keep a row for each of them."""
     from semmoe.config import compose_all
 
     own = {"slo": "paper", "tolerance": "0.02"}
@@ -124,12 +129,21 @@ def main(argv: Sequence[str]) -> int:
     run = RunBuilder().build(config)
     limits = config["slo"]
     objective = lightest_load(run) if kind == "paper" else Objective(float(limits["ttft_ms"]), float(limits["tpot_ms"]))
-    found = throughput_under_slo(server(run), objective, tolerance=float(given.get("tolerance", own["tolerance"])))
+    run = replace(run, cfg=run.cfg | {"slo": {"ttft_ms": objective.ttft_ms, "tpot_ms": objective.tpot_ms}})
+    serve, folder = server(run), folder_of(config)
+
+    def recorded(rate_rps: float) -> Mapping[str, Any]:
+        row = serve(rate_rps)
+        write_row(folder, row)
+        return row
+
+    found = throughput_under_slo(recorded, objective, tolerance=float(given.get("tolerance", own["tolerance"])))
     print(f"objective ({kind}, p90): TTFT {objective.ttft_ms:.2f} ms, TPOT {objective.tpot_ms:.3f} ms")
     for rate, met in found.trials:
         print(f"  {rate:10.2f} requests/s  {'met' if met else 'broken'}")
     words = "" if found.bounded else " (no rate broke it: the workload is too short to find the limit)"
     print(f"offered {found.rate_rps:.2f} requests/s, finished {found.throughput_rps:.2f} requests/s{words}")
+    print(f"a row for every rate is in {folder}; `semmoe compare {folder}` draws latency against throughput")
     return 0
 
 

@@ -48,11 +48,7 @@ def answer(comparison: Comparison) -> Verdict:
     """The box on top of a comparison's report."""
     judged = judged_settings(comparison)
     if not judged:
-        told = (
-            "No row without a policy stands beside the others: contiguous experts, requests in turn, tokens in order."
-        )
-        points = [("Why", told), ("What next", "Sweep the baseline too, such as placement=contiguous,semantic.")]
-        return Verdict("open", "No answer: there is no pair of a baseline and a policy to compare.", points)
+        return _no_answer(bool((comparison.table.verdict == "baseline").all()))
     top = judged[0]
     many = len(judged) > 1
     points = [("By how much", _how_much(top))]
@@ -60,6 +56,18 @@ def answer(comparison: Comparison) -> Verdict:
         points.append(("Where", _where(comparison, judged)))
     points += [("Why", why(comparison, top.line, top.base, top.side)), ("How sure", _how_sure(comparison, top))]
     return Verdict(top.outcome, _headline_many(judged) if many else _headline(top), points)
+
+
+def _no_answer(baselines_only: bool) -> Verdict:
+    if baselines_only:
+        told, rest = "Every row is a baseline: contiguous experts, requests in turn, tokens in order.", "a policy"
+    else:
+        told, rest = (
+            "No baseline (contiguous experts, requests in turn, tokens in order) shares a setting.",
+            "the baseline",
+        )
+    points = [("Why", told), ("What next", f"Sweep {rest} too, such as -m placement=contiguous,semantic.")]
+    return Verdict("open", "No answer: there is no pair of a baseline and a policy to compare.", points)
 
 
 def judged_settings(comparison: Comparison) -> list[Judged]:

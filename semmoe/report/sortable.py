@@ -39,4 +39,9 @@ def _cell(value: Any, first: bool) -> str:
         return f'<td class="missing{kind}">-</td>'
     if isinstance(value, bool | str):
         return f'<td class="t{kind}">{escape(str(value))}</td>'
-    return f'<td class="n{kind}" data-v="{float(value)!r}">{float(value):.4g}</td>'
+    return f'<td class="n{kind}" data-v="{float(value)!r}">{_digits(float(value))}</td>'
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, and all of a large number's instead of an exponent."""
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"

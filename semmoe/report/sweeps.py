@@ -42,8 +42,8 @@ def rates(comparison: Comparison) -> Any:
                     one.errorbar(known[:, 0], known[:, 1], yerr=ends, label=label, **style, **drawn)
         for bound in comparison.rows[f"slo_{name}_ms"].dropna().unique():
             one.axhline(bound, color=BLACK, linestyle="--", linewidth=1)
-            told = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
-            one.annotate(f"SLO {bound:g} ms", (1, bound), **told)
+            told = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "bottom", "fontsize": 8}
+            one.annotate(f"SLO {bound:g} ms", (0.02, bound), **told)
         one.set(xlabel="finished requests a second", xlim=(0, None), yscale="log")
         plain_ticks(one.yaxis, one.get_ylim())
         one.set_ylabel(f"{name.upper()}, 90th percentile (ms)")

@@ -12,6 +12,7 @@ import pandas as pd
 
 from ..compare import Comparison
 from ..results import SERVED
+from .answer import answer
 from .draw import clean
 from .words import NAMES, shared_line, summary_lines
 
@@ -36,7 +37,7 @@ class Col:
 
 
 def render(comparison: Comparison, width: int = 140) -> str:
-    """The whole comparison: what is shared, the tables, the summary, a verdict a configuration.
+    """The whole comparison: what is shared, the tables, the summary, a verdict a configuration, and the answer last.
 
     Where the axes are too wide to stand beside the figures, they get a table of their own, and the others go by number.
     """
@@ -62,6 +63,9 @@ def render(comparison: Comparison, width: int = 140) -> str:
     parts.append(
         "\n".join(textwrap.fill(clean(s), width, subsequent_indent="     ", break_on_hyphens=False) for s in said)
     )
+    verdict = answer(comparison)
+    points = [textwrap.fill(clean(f"{name}: {text}"), width, subsequent_indent="  ") for name, text in verdict.points]
+    parts.append("\n".join([textwrap.fill(verdict.headline, width), *points]))
     return "\n\n".join(parts)
 
 

@@ -63,9 +63,18 @@ def test_repeats_that_differ_widely_decide_nothing(tmp_path):
     assert kind == "open" and "could hide in the noise" in headline
 
 
-def test_without_a_baseline_there_is_no_answer(tmp_path):
-    kind, headline, points, _ = said(tmp_path, [row(config="ours", **OURS)])
-    assert kind == "open" and headline.startswith("No answer") and "placement=contiguous" in points["What next"]
+@pytest.mark.parametrize(("changes", "told"), [(OURS, "No baseline"), ({}, "Every row is a baseline")])
+def test_without_a_pair_there_is_no_answer_but_a_remedy(tmp_path, changes, told):
+    kind, headline, points, _ = said(tmp_path, [row(config="ours", **changes)])
+    assert kind == "open" and headline.startswith("No answer")
+    assert points["Why"].startswith(told) and "placement=contiguous" in points["What next"]
+
+
+def test_the_terminal_ends_with_the_same_answer(tmp_path):
+    _, headline, points, comparison = said(tmp_path, [row(config="base"), row(config="ours", layer_ms=8.0, **OURS)])
+    lines = comparison.render().splitlines()
+    assert headline in lines[-8:] and lines[lines.index(headline) + 1].startswith("By how much: ")
+    assert "LAR" in points["Why"]
 
 
 def test_settings_are_counted_and_named(tmp_path):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from semmoe.builder import RunBuilder
+from semmoe.cli import main as cli
 from semmoe.config import compose_all
 from semmoe.errors import UserError
+from semmoe.results import read_rows
 from semmoe.serving import Request, ServingLimits, ServingLoop, StepPlan
 from simulator.slo import Objective, lightest_load, server, throughput_under_slo
 
@@ -61,6 +63,21 @@ def test_the_simulated_machine_meets_the_papers_objective_up_to_some_rate_and_no
     found = throughput_under_slo(server(run), objective, start_rps=200.0, tolerance=0.2)
     assert found.bounded and found.rate_rps > 0
     assert objective.met(server(run)(found.rate_rps)) and not objective.met(server(run)(1.25 * found.rate_rps))
+
+
+def test_the_command_keeps_a_row_for_every_rate_with_the_bounds_it_was_judged_by(tmp_path, capsys):
+    words = ["workload=serve", "workload.num_requests=10", "cluster=h100x8", "tolerance=0.5", "slo=absolute"]
+    words += [f"results_dir={tmp_path}", "name=r", "slo.ttft_ms=50"]
+    assert cli(["slo", *words]) == 0
+    rates = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines() if line.startswith("   ")]
+    rows = read_rows([tmp_path / "r"])
+    assert sorted(rows.rate_rps) == pytest.approx(sorted(rates), abs=0.01) and rows.config_id.is_unique
+    assert set(rows.slo_ttft_ms) == {50.0} and rows.throughput_rps.notna().all()
+    # the row is the one that `simulate` makes at that rate
+    assert cli(["simulate", *words[:3], *words[5:], "workload.rate_rps=1.0", "name=s", "planned_folds=0"]) == 0
+    (twin,) = read_rows([tmp_path / "s"]).to_dict("records")
+    ours = rows[rows.config_id == twin["config_id"]].iloc[0]
+    assert ours.ttft_ms == twin["ttft_ms"] and ours.throughput_rps == twin["throughput_rps"]
 
 
 def test_inter_token_latencies_are_the_steps_between_the_tokens_of_a_request():
