@@ -87,6 +87,49 @@ def dp_trials(placements: Sequence[str], ep_size: int) -> Iterator[tuple[str, Tr
         yield "request schedulers", replace(ours, scheduler=policy)
 
 
+def bar_rows(bench: Bench) -> str:
+    """The rows that issue-level bars are set for, on the published GPT-OSS routes: what is asked, what was measured."""
+    ep_size = bench.ep_size
+    at = 0 if ep_size == 4 else 1
+    tp = Trial(flow="tp_shuffled", placement=OWN, predictor=FUSION, scheduler=OWN)
+    dp = Trial(flow="dp", placement=OWN, scheduler=WINDOWED)
+    window = replace(dp, window=4 * ep_size if ep_size <= 4 else 2 * ep_size, orders=ORDERS)
+    figures: dict[str, dict[str, NDArray[np.float64]]] = {}
+    for name, trial in (
+        ("tp", tp),
+        ("local", replace(tp, placement=Policy("semantic", {"load_weight": 0.0}))),
+        ("table", paired(tp, predictor=Policy("token_table"))),
+        ("oracle", paired(tp, scheduler=Policy("oracle"))),
+        ("tp+1", replace(tp, extra_slots=1)),
+        ("dp", dp),
+        ("dp+1", replace(dp, extra_slots=1)),
+        ("window", window),
+        ("mask", replace(window, scheduler=Policy("mask"))),
+    ):
+        figures[name] = bench.run(trial)
+        print(f"EP{ep_size} {name} {figures[name]['lar'].mean():.4f}", file=sys.stderr, flush=True)
+    rows = []
+    for what, one, bars in (
+        ("TP load-bounded", "tp", ("LAR >= .55 at load <= 1.18, fan-out <= 1.42", "LAR >= .35 at <= 1.28, <= 2.32")),
+        ("TP locality-first (load_weight=0)", "local", ("LAR >= .58", "LAR >= .40")),
+        ("TP, one extra slot a rank", "tp+1", ("LAR >= .62 at load <= 1.20", "LAR >= .42 at <= 1.30")),
+        ("DP load-bounded, head of 64, one window", "dp", ("LAR >= .33 at load <= 1.25", "LAR >= .17 at <= 1.40")),
+        ("DP, one extra slot a rank", "dp+1", ("LAR >= .41", "LAR >= .26")),
+    ):
+        found = figures[one]
+        cells = (f"{spread(found[c], c)}" for c in ("lar", "imbalance_total", "fan_out", "placement_s"))
+        rows.append(f"| {what} | {bars[at]} | " + " | ".join(cells) + " |")
+    lar = {name: found["lar"] for name, found in figures.items()}
+    for what, values, bars in (
+        ("fusion minus token table, same placement", lar["tp"] - lar["table"], (".07", ".055")),
+        ("share of the LAR of oracle homes", lar["tp"] / lar["oracle"], (".90", ".83")),
+        ("DP window minus the mask rule", lar["window"] - lar["mask"], (".025", ".008")),
+    ):
+        rows.append(f"| {what} | >= {bars[at]} | {spread(values, 'lar')} | | | |")
+    head = "| | bar | LAR | load | fan-out | place s |\n| --- | --- | --- | --- | --- | --- |\n"
+    return f"## Bars, gptoss, EP{ep_size}\n\n" + head + "\n".join(rows)
+
+
 def table(name: str, bench: Bench, placements: Sequence[str]) -> str:
     """Both halves of the report for one trace and EP size."""
     parts = []
@@ -156,6 +199,9 @@ def report(options: argparse.Namespace, command: str) -> str:
             bench = Bench(trace, model, cluster, ep_size, options.folds, options.halves, **limits)
             about = f"{trace.num_requests} requests, {trace.num_tokens} tokens, {trace.num_layers} MoE layers, "
             about += f"{trace.num_experts} experts, top-{trace.top_k}."
+            if options.bars:
+                sections.append(bar_rows(bench))
+                continue
             head, body = table(Path(name).stem, bench, placements).split("\n", 1)
             sections.append(f"{head}\n\n{about}\n{body}")
     intro = [
@@ -178,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="model of a trace file")
     parser.add_argument("--ep", default="4,8", help="EP sizes")
     parser.add_argument("--placements", default="", help="only these placement policies (default: all)")
+    parser.add_argument("--bars", action="store_true", help="only the rows with a bar, on gptoss at EP4 and EP8")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--halves", type=int, default=10)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a placement may search")

@@ -115,7 +115,8 @@ class Semantic:
                 self.iterations,
             )
             now = time.monotonic()
-            layers.append(self._solve(side, problem, rng, now + (deadline - now) / (profile.num_layers - layer)))
+            until = now + (deadline - now) / (profile.num_layers - layer)
+            layers.append(self._solve(side, problem, np.random.default_rng([problem.seed, layer]), until))
         values, holds, starts = zip(*layers, strict=True)
         return np.stack(holds), float(np.mean(values)), min(starts)
 
