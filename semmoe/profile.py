@@ -49,12 +49,8 @@ class Profile:
     @cached_property
     def load_LE(self) -> NDArray[np.int64]:
         """Assignments per expert."""
-        return np.stack(
-            [
-                np.bincount(self.trace.experts_TLk[:, layer].ravel(), minlength=self.num_experts)
-                for layer in range(self.num_layers)
-            ]
-        )
+        one_T = np.zeros(self.trace.num_tokens, dtype=np.int64)
+        return np.asarray(count_all(one_T, self.trace.experts_TLk, 1, self.num_experts)[0], dtype=np.int64)
 
     def token_counts_UE(self, layer: int) -> NDArray[np.int32]:
         """How often token type u activated expert e in MoE layer index `layer`: the paper's table T (section 3.2)."""
@@ -65,6 +61,11 @@ class Profile:
         return count_by_row(
             self.trace.request_T, self.trace.experts_TLk[:, layer], self.trace.num_requests, self.num_experts
         )
+
+    def request_counts_LRE(self) -> NDArray[np.int32]:
+        """request_counts_RE of all layers, counted in one pass."""
+        counts = count_all(self.trace.request_T, self.trace.experts_TLk, self.trace.num_requests, self.num_experts)
+        return np.ascontiguousarray(counts.transpose(1, 0, 2))
 
     def transitions_EE(self, layer: int, lookback: int = 1) -> NDArray[np.int64]:
         """Pairs (expert in layer - lookback, expert in layer) of the same token."""
@@ -96,6 +97,18 @@ class Profile:
 
 
 @numba.njit(cache=True)
+def count_all(row_T, experts_TLk, rows, num_experts):  # type: ignore[no-untyped-def]
+    """counts[row_T[t], l, e] over all choices e of token t in layer l."""
+    tokens, layers, k = experts_TLk.shape
+    counts = np.zeros((rows, layers, num_experts), dtype=np.int32)
+    for t in range(tokens):
+        for layer in range(layers):
+            for j in range(k):
+                counts[row_T[t], layer, experts_TLk[t, layer, j]] += 1
+    return counts
+
+
+@numba.njit(cache=True, nogil=True)
 def count_by_row(row_T, experts_Tk, rows, num_experts):  # type: ignore[no-untyped-def]
     """counts[row_T[t], e] over all choices e of token t."""
     counts = np.zeros((rows, num_experts), dtype=np.int32)

@@ -17,7 +17,7 @@ def kept(weight_EE: NDArray[np.floating], group_E: NDArray[np.integer]) -> float
     return float(weight_EE[same].sum() / 2)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def improve(weight_EE, group_N, groups, fewest):  # type: ignore[no-untyped-def]
     """Trade places between groups (group_N in place), each item with its best partner, until the kept weight is stuck.
 

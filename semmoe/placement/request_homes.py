@@ -22,11 +22,12 @@ POLISH = 2e7  # operations of one round of polish_requests() that a start may co
 
 @dataclass(frozen=True, eq=False)
 class RequestSide:
-    """All layers of attention-DP (semantic.Side): counts of the requests (int64, phantoms behind the `experts` real
-    ones), loads per layer as one fold, at most `capacity` requests at a home. Starts are homes."""
+    """All layers of attention-DP (semantic.Side): counts of the requests (phantoms behind the `experts` real ones),
+    loads per layer as one fold, at most `capacity` requests at a home. Starts are homes.
+    """
 
     experts: int
-    counts_LRE: NDArray[np.int64]
+    counts_LRE: NDArray[np.int32]
     load_LFE: NDArray[np.float64]
     ranks: int
     capacity: int
@@ -116,26 +117,32 @@ def scores_at(counts_LRE, rank_LE, ranks):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def locals_at(counts_RE, home_R, ranks):  # type: ignore[no-untyped-def]
-    """local_counts_EG(), compiled."""
-    requests, experts = counts_RE.shape
-    local = np.zeros((experts, ranks), dtype=np.int64)
-    for r in range(requests):
-        for e in range(experts):
-            local[e, home_R[r]] += counts_RE[r, e]
+def locals_at(counts_LRE, home_R, ranks):  # type: ignore[no-untyped-def]
+    """local_LEG: local_counts_EG() of every layer, compiled."""
+    layers, requests, experts = counts_LRE.shape
+    local = np.empty((layers, experts, ranks), dtype=np.int64)
+    local_GE = np.empty((ranks, experts), dtype=np.int64)  # contiguous over experts: adds run as vectors
+    for layer in range(layers):
+        local_GE[:] = 0
+        for r in range(requests):
+            row, counts_E = local_GE[home_R[r]], counts_LRE[layer, r]
+            for e in range(experts):
+                row[e] += counts_E[e]
+        local[layer] = local_GE.T
     return local
 
 
 @numba.njit(cache=True)
 def alternate_requests(counts_LRE, load_LFE, home_R, ranks, capacity, weight, target, iterations):  # type: ignore[no-untyped-def]
-    """(mean J over layers, rank_LE), starting from homes. counts_LRE int64."""
+    """(mean J over layers, rank_LE), starting from homes."""
     layers, _, experts = counts_LRE.shape
     capacity_G = np.full(ranks, capacity, dtype=np.int64)
     best, best_LE = -1e30, np.zeros((layers, experts), dtype=np.int64)
     rank_LE = np.zeros((layers, experts), dtype=np.int64)
+    local_LEG = locals_at(counts_LRE, home_R, ranks)
     for turn in range(iterations):
         for layer in range(layers):
-            local_EG = locals_at(counts_LRE[layer], home_R, ranks)
+            local_EG = local_LEG[layer]
             fresh = best_experts(local_EG, load_LFE[layer], weight, target)
             if turn > 0:
                 kept = rank_LE[layer].copy()
@@ -146,10 +153,10 @@ def alternate_requests(counts_LRE, load_LFE, home_R, ranks, capacity, weight, ta
                     fresh = kept
             rank_LE[layer] = fresh
         home_R = best_request_homes(scores_at(counts_LRE, rank_LE, ranks), capacity_G)
+        local_LEG = locals_at(counts_LRE, home_R, ranks)
         now = 0.0
         for layer in range(layers):
-            local_EG = locals_at(counts_LRE[layer], home_R, ranks)
-            now += value(local_EG, load_LFE[layer], rank_LE[layer], weight, target) / layers
+            now += value(local_LEG[layer], load_LFE[layer], rank_LE[layer], weight, target) / layers
         if now <= best + 1e-9:
             break
         best, best_LE = now, rank_LE.copy()

@@ -9,14 +9,16 @@ per token and layer), request_homes.py (attention-DP, one home a request), excha
 
 from __future__ import annotations
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from ..profile import Profile, count_by_row
+from ..profile import Profile, count_all
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
 from .request_homes import RequestSide, one_hot
@@ -103,8 +105,9 @@ class Semantic:
         sample = sample_of(problem, self.sample_tokens, self.kappa, rng)
         capacity = capacity_of(len(sample.rows_S), ranks, self.home_cap)
         load_FLE = fold_loads(profile, self.load_folds, rng)
-        layers = []
-        for layer in range(profile.num_layers):
+        layers, workers = profile.num_layers, min(profile.num_layers, os.cpu_count() or 1)
+
+        def solve(layer: int) -> tuple[float, NDArray[np.bool_], int]:
             side = TokenSide(
                 sample.share_SE(layer),
                 profile.trace.experts_TLk[sample.rows_S, layer],
@@ -115,16 +118,18 @@ class Semantic:
                 self.iterations,
             )
             now = time.monotonic()
-            until = now + (deadline - now) / (profile.num_layers - layer)
-            layers.append(self._solve(side, problem, np.random.default_rng([problem.seed, layer]), until))
-        values, holds, starts = zip(*layers, strict=True)
+            until = min(deadline, now + (deadline - now) * workers / (layers - layer))
+            return self._solve(side, problem, np.random.default_rng([problem.seed, layer]), until)
+
+        with ThreadPoolExecutor(workers) as threads:  # compiled searches hold no lock
+            values, holds, starts = zip(*threads.map(solve, range(layers)), strict=True)
         return np.stack(holds), float(np.mean(values)), min(starts)
 
     def _place_requests(self, problem: PlacementProblem, deadline: float) -> tuple[NDArray[np.bool_], float, int]:
         profile, ranks = problem.profile, problem.ep_size
         side = RequestSide(
             profile.num_experts,
-            padded(np.stack([profile.request_counts_RE(i) for i in range(profile.num_layers)]), ranks).astype(np.int64),
+            padded(profile.request_counts_LRE(), ranks),
             padded(profile.load_LE.astype(np.float64), ranks)[:, None],
             ranks,
             capacity_of(profile.trace.num_requests, ranks, self.home_cap),
@@ -181,9 +186,7 @@ def fold_loads(profile: Profile, folds: int, rng: np.random.Generator) -> NDArra
     folds = min(folds, requests)
     fold_R = rng.permutation(np.arange(requests) % folds)
     fold_T = fold_R[profile.trace.request_T]
-    layers = range(profile.num_layers)
-    counts = [count_by_row(fold_T, profile.trace.experts_TLk[:, i], folds, profile.num_experts) for i in layers]
-    return np.stack(counts, axis=1).astype(np.float64)
+    return count_all(fold_T, profile.trace.experts_TLk, folds, profile.num_experts).astype(np.float64)
 
 
 def placement_of(holds_LEG: NDArray[np.bool_], problem: PlacementProblem, notes: dict[str, Any]) -> Placement:

@@ -156,7 +156,7 @@ def shuffled(items: NDArray[np.int64], share: float, rng: np.random.Generator) -
     return kicked
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def leave_out_share(rows_S, members_T, begin_S, end_S, type_T, experts_Tk, counts_UE, tokens_U, prior_E, kappa):  # type: ignore[no-untyped-def]
     samples, experts, k = len(rows_S), len(prior_E), experts_Tk.shape[1]
     share = np.empty((samples, experts), dtype=np.float32)
@@ -197,7 +197,7 @@ def local_counts(experts_Sk, home_S, experts, ranks):  # type: ignore[no-untyped
     return local
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def alternate(share_SE, experts_Sk, load_FE, rank_E, ranks, capacity, weight, target, iterations):  # type: ignore[no-untyped-def]
     """(J, rank_E): the best placement met while homes and experts are improved in turn, starting from rank_E."""
     k = experts_Sk.shape[1]
@@ -238,7 +238,7 @@ def held_scores(share_SE, holds_EG, k):  # type: ignore[no-untyped-def]
     return score
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def alternate_held(share_SE, experts_Sk, load_FE, holds_EG, capacity, weight, target, iterations):  # type: ignore[no-untyped-def]
     """(J, holds_EG, local_EG): alternate() for placements with replicas (replicas.py), starting from holds_EG."""
     experts, ranks = holds_EG.shape

@@ -95,7 +95,7 @@ def test_token_level_placement_is_within_one_percent_of_the_enumerated_optimum()
 
 def test_request_level_placement_is_within_one_percent_of_the_enumerated_optimum() -> None:
     trace = NOISY.make()
-    counts_LRE = Profile.fit(trace).request_counts_RE(0)[None].astype(np.int64)
+    counts_LRE = Profile.fit(trace).request_counts_LRE()
     load_LFE = Profile.fit(trace).load_LE.astype(np.float64)[:, None]
     capacity = capacity_of(trace.num_requests, 2, 1.1)
 
@@ -225,7 +225,7 @@ def test_polish_finds_the_enumerated_optimum_where_the_alternation_is_stuck() ->
     rng = np.random.default_rng(0)
     stuck = 0
     for _ in range(6):
-        counts_LRE = rng.poisson(rng.lognormal(0, 1, (1, 12, 8))).astype(np.int64)
+        counts_LRE = rng.poisson(rng.lognormal(0, 1, (1, 12, 8))).astype(np.int32)
         load_LFE = counts_LRE.sum(axis=1).astype(np.float64)[:, None]
         fixed = (2, 6, 0.5, 1.05)
         value_before, rank_LE = alternate_requests(counts_LRE, load_LFE, np.arange(12) % 2, *fixed, 8)
