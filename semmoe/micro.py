@@ -83,6 +83,10 @@ def document(rows: pd.DataFrame, command: str) -> str:
                 )
         same = beside[(beside[SETTING].astype(str) == [str(v) for v in key]).all(axis=1)] if len(beside) else beside
         if len(same):
+            lines += [
+                "",
+                "Attention-TP, mean over the rates (simulated: SRS and SAG pay for unequal homes, not for the shuffle):",
+            ]
             lines += ["", "| flow | planning | reduce-scatter or SRS | all-gather or SAG | layer |", "|" + " --- |" * 5]
             lines += [
                 f"| {x.flow} | {' | '.join(_pair(*(x[f'{s} {name}'] for s in SIDES)) for name in AROUND)} |"

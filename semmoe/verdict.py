@@ -195,11 +195,10 @@ def pairs(both: pd.DataFrame, groups: Mapping[Any, pd.DataFrame], across_flows: 
         elsewhere = (a.flow, a.dispatcher) != (b.flow, b.dispatcher)
         if settings[a.key] != settings[b.key] or elsewhere is not across_flows or not same_path(a, b):
             continue
-        signs = (
-            int(np.sign(getattr(a, f"layer_ms_{s}") - getattr(b, f"layer_ms_{s}"))) for s in ("predicted", "measured")
-        )
+        predicted = int(np.sign(a.layer_ms_predicted - b.layer_ms_predicted))
+        real = int(np.sign(a.layer_ms_measured - b.layer_ms_measured))
         apart = a.layer_ms_low > b.layer_ms_high or b.layer_ms_low > a.layer_ms_high
-        found.append(Pair(a.key, b.key, *signs, bool(apart)))
+        found.append(Pair(a.key, b.key, predicted, real, bool(apart)))
     return found
 
 

@@ -1,0 +1,44 @@
+"""The page of the micro-benchmark: curves by rising LAR, both backends in each cell, SRS + SAG over plain collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from semmoe.errors import UserError
+from semmoe.micro import curves, document
+from semmoe.micro import main as micro_main
+from semmoe.results import read_rows, write_row
+from tests.semmoe.compare_rows import measured, row
+
+
+def rows_in(folder):
+    times = {"dispatch_ms": 6.0, "combine_ms": 2.0}
+    for config, lar, layer in (("high", 0.8, 9.0), ("low", 0.3, 12.0)):
+        write_row(folder, row(config=config, lar_replayed=lar, layer_ms=layer, **times))
+        for each in measured(config, [layer, layer + 2], lar_measured=lar, **times):
+            write_row(folder, each)
+    for flow, srs, sag in (("tp_scattered", 2.0, 2.0), ("tp_shuffled", 2.1, 2.3)):
+        write_row(folder, row(config=flow, flow=flow, request_scheduler="-", srs_ms=srs, sag_ms=sag))
+    return read_rows([folder])
+
+
+def test_curves_rise_in_lar_and_hold_both_backends(tmp_path):
+    found = curves(rows_in(tmp_path))
+    assert found.lar.tolist() == pytest.approx([0.3, 0.8])
+    assert found["simulator layer_ms"].tolist() == [12.0, 9.0] and found["harness layer_ms"].tolist() == [13.0, 10.0]
+    assert (found["simulator all_to_all_ms"] == 8.0).all()
+    assert found.spread_pct.tolist() == pytest.approx([100 * 2 / 13, 20])
+
+
+def test_the_page_shows_gain_and_overhead(tmp_path):
+    text = document(rows_in(tmp_path), "make micro")
+    assert "| a2a_dedup | 0.800 | 8.000 / 8.000 | 4.000 / 4.000 | 9.000 / 10.000 | 20 | 25.0 / 23.1 |" in text
+    assert "SRS + SAG over reduce-scatter + all-gather: 10.0 / - % more" in text
+    assert micro_main([str(tmp_path), "--out", str(tmp_path / "page.md")]) == 0
+
+
+def test_rows_without_a_curve_are_refused(tmp_path):
+    write_row(tmp_path, row(config="x", flow="tp_shuffled", request_scheduler="-"))
+    with pytest.raises(UserError, match="experiment=micro"):
+        document(read_rows([tmp_path]), "make micro")
+    assert micro_main([str(tmp_path / "none")]) == 2
