@@ -112,14 +112,14 @@ class Traffic:
 
     def cut(self, layers: slice) -> Traffic:
         """Pairs and rows of some layers, without collectives."""
-        pairs = (
-            self.homes_LG,
-            self.assignment_pairs_LGG,
-            self.rank_pairs_LGG,
-            self.expert_rows_LG,
-            self.active_experts_LG,
+        return Traffic(
+            self.homes_LG[layers],
+            self.assignment_pairs_LGG[layers],
+            self.rank_pairs_LGG[layers],
+            self.expert_rows_LG[layers],
+            self.active_experts_LG[layers],
+            tokens=self.tokens,
         )
-        return Traffic(*(values[layers] for values in pairs), tokens=self.tokens)
 
     def assignments_L(self) -> Int:
         """(token, expert) assignments of tokens that have a home."""

@@ -63,10 +63,10 @@ class AttentionLoad:
     def ahead(cls, step: StepPlan, ranks: int, steps: int) -> AttentionLoad:
         """Of a step whose requests all decode and the next `steps - 1`, [S, G]."""
         now, later_S1 = cls.of(step, ranks), np.arange(steps)[:, None]
-        shape = (steps, ranks)
-        same = (np.broadcast_to(x, shape) for x in (now.tokens_G, now.sequences_G, now.prefill_pairs_G))
-        kv_SG = now.decode_kv_G + later_S1 * now.sequences_G
-        return cls(*same, kv_SG, np.broadcast_to(now.sequences_G, shape))
+        tokens_SG, sequences_SG, prefill_SG = (
+            np.broadcast_to(x, (steps, ranks)) for x in (now.tokens_G, now.sequences_G, now.prefill_pairs_G)
+        )
+        return cls(tokens_SG, sequences_SG, prefill_SG, now.decode_kv_G + later_S1 * now.sequences_G, sequences_SG)
 
 
 class AttentionCost:
