@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench bench-gpu calibrate accuracy rank-order micro clean
+.PHONY: demo paper test lint types unit bench bench-gpu calibrate accuracy rank-order micro clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -17,6 +17,10 @@ demo: $(VENV)/installed
 	$(BIN)/semmoe measure experiment=demo_serve
 	$(BIN)/semmoe simulate experiment=demo_serve replay=results/runs/demo
 	$(BIN)/semmoe compare results/runs/demo results/runs/demo/replay
+
+# The paper's tables and figures again, into results/paper/
+paper: $(VENV)/installed
+	$(BIN)/python -m simulator.paper
 
 test: $(VENV)/installed lint types unit
 

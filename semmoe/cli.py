@@ -29,6 +29,7 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
   semmoe trace info|record|synthetic ...  look at, record or make routing traces
   semmoe check GROUP._target_=mod.Class   conformance of your own policy, and its figures beside the built-ins
   semmoe validate [data=DIR|FILE]         the cost model against public measurements that it was not fitted to
+  semmoe advise [html=FILE] [key=value ...]         does it pay here? one page: gains with intervals, costs, levers
   semmoe slo [slo=paper|absolute] [key=value ...]   throughput under SLO, by bisection over the request rate
   semmoe timeline [out=DIR] [key=value ...]         a simulated run for Perfetto, with its pair traffic
   semmoe breakeven [clusters=A,B] [key=value ...]   from which LAR and batch size on locality pays
@@ -187,6 +188,11 @@ def validate(rest: Sequence[str]) -> int:
     return int(_backend("simulator.validate", "harness").main(rest))
 
 
+def advise(rest: Sequence[str]) -> int:
+    """Say whether semantic parallelism pays for a model, cluster and traffic. html=FILE writes the page too."""
+    return int(_backend("simulator.advise_app", "harness").main(rest))
+
+
 def slo(rest: Sequence[str]) -> int:
     """Find the highest request rate of one configuration that keeps the SLO."""
     return int(_backend("simulator.slo", "harness").main(rest) or 0)
@@ -233,7 +239,7 @@ def policies(rest: Sequence[str]) -> int:
     return 0
 
 
-CONFIGURED = ("simulate", "measure", "calibrate", "place", "check")  # take key=value of the config
+CONFIGURED = ("simulate", "measure", "calibrate", "place", "check", "advise")  # take key=value of the config
 COMMANDS = {
     "simulate": simulate,
     "measure": measure,
@@ -243,6 +249,7 @@ COMMANDS = {
     "check": check,
     "validate": validate,
     "evaluate": evaluate,
+    "advise": advise,
     "slo": slo,
     "timeline": timeline,
     "breakeven": breakeven,

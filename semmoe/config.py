@@ -48,7 +48,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
         configs = []
         for point in products:
             base = _compose(point)
-            for extra in _experiment_points(base.get("sweep") or [], point):
+            for extra in sweep_points(base.get("sweep") or [], point):
                 configs.append(_compose([*point, *extra]) if extra else base)
     defaults = _defaults()
     for config in configs:
@@ -108,7 +108,8 @@ def _expand(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
     return [list(point) for point in itertools.product(*axes)]
 
 
-def _experiment_points(sweep: Any, fixed: Sequence[str]) -> list[list[str]]:
+def sweep_points(sweep: Any, fixed: Sequence[str]) -> list[list[str]]:
+    """Overrides of each point of an experiment's `sweep`; keys that `fixed` sets keep their value."""
     if not isinstance(sweep, list) or not all(isinstance(block, dict) for block in sweep):
         raise UserError("sweep must be a list of mappings such as [{placement: [contiguous, semantic]}]")
     set_keys = {override.split("=", 1)[0].lstrip("+~") for override in fixed}

@@ -236,10 +236,17 @@ _STRUCTURED = ("layer_ids", "domains", "provenance")
 class Drawn:
     """trace=profile: make() draws a RoutingTrace from an affinity profile, marked as drawn in every row.
 
-    profile: a shipped model or a JSON file; domains: null for the profile's first; apart: null for the profile's own.
+    profile: a shipped model or a JSON file; null: the model's own, or that of the model nearest in experts and choices,
+    whose numbers then serve the shape given by the next five. domains: null for the profile's first; apart: null for the
+    profile's own.
     """
 
-    profile: str
+    model: str
+    num_experts: int
+    top_k: int
+    layer_ids: list[int]
+    vocab_size: int
+    profile: str | None = None
     requests: int = 200
     prompt_len: int = 256
     output_len: int = 64
@@ -258,21 +265,39 @@ class Drawn:
             raise UserError(f"trace=profile: length_spread={self.length_spread} must not be negative")
 
     def make(self) -> RoutingTrace:
-        profile = AffinityProfile.load(self.profile)
-        if self.apart is not None:
-            profile = replace(profile, apart=self.apart)
+        name = self.profile or nearest(self.model, self.num_experts, self.top_k)
+        profile = replace(
+            AffinityProfile.load(name),
+            model=self.model,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            layer_ids=list(self.layer_ids),
+            vocab_size=self.vocab_size,
+            **({} if self.apart is None else {"apart": self.apart}),
+        )
         domains = list(self.domains or profile.domains[:1])
         unknown = [name for name in domains if name not in profile.domains]
         if unknown:
             raise UserError(
                 f"trace.domains: {', '.join(unknown)} unknown; the profile has {', '.join(profile.domains)}"
             )
-        return profile.draw(self.requests, self.prompt_len, self.output_len, domains, self.length_spread, self.seed)
+        trace = profile.draw(self.requests, self.prompt_len, self.output_len, domains, self.length_spread, self.seed)
+        return replace(trace, path=f"drawn from profile {Path(name).name} (seed {self.seed})")
 
 
 def shipped() -> list[str]:
     """Models with a shipped affinity profile."""
     return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def nearest(model: str, num_experts: int, top_k: int) -> str:
+    """The shipped profile of this model, or of the one nearest in experts and choices (by ratio)."""
+
+    def distance(name: str) -> float:
+        profile = AffinityProfile.load(name)
+        return float(abs(np.log(profile.num_experts / num_experts)) + abs(np.log(profile.top_k / top_k)))
+
+    return model if model in shipped() else min(shipped(), key=distance)
 
 
 def _types(topic_T: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:

@@ -1,0 +1,303 @@
+"""Advice, computed: does semantic parallelism pay for this model, cluster and traffic, by how much, and what else would?
+
+    traffic ──served twice (without policies, with)──> tokens of a decode and of a prefill step, end-to-end gain
+    every valid flow x dispatcher at both sizes ──> a layer's phases without policies and under co-scheduling, per group
+        of held-out requests ──> gain over the *better* baseline, its 80 % interval, and the reason where there is none
+
+The interval joins the uncertainty of the cost model (cost/uncertainty.py) with that of the routes: both sides run the
+same tokens of GROUPS disjoint groups of requests, and the gains are bootstrapped over the groups.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from semmoe.builder import RunBuilder
+from semmoe.config import conf_dir
+from semmoe.locality import LocalityMeter
+from semmoe.recipe import Fitted, Recipe
+from semmoe.run import Run
+from semmoe.trace import RoutingTrace
+from semmoe.traffic import count_traffic
+from semmoe.workload import batches
+
+from .app import served, step_timer
+from .cost.uncertainty import interval, possible_ms
+from .engine import simulate_serving
+
+GROUPS = 6  # of held-out requests
+TIE_PCT = 1.0  # predictions closer than this are not told apart
+LADDER = (16, 64, 256, 1024, 4096)  # tokens a rank on which the break-even batch is looked for
+EXCHANGES = ("srs", "dispatch", "combine", "sag")
+CELLS = (
+    ("dp", "allgather_rs"),
+    ("dp", "a2a_assignment"),
+    ("dp", "a2a_dedup"),
+    ("dp", "low_latency"),
+    ("tp_shuffled", "a2a_assignment"),
+    ("tp_shuffled", "a2a_dedup"),
+)
+BASE = {
+    "placement": "contiguous",
+    "request_scheduler": "round_robin",
+    "token_scheduler": "none",
+    "predictor": "token_table",
+}
+OURS = {
+    "dp": {"placement": "semantic", "request_scheduler": "semantic"},
+    "tp_shuffled": {"placement": "semantic", "predictor": "fusion", "token_scheduler": "semantic"},
+}
+QUICK = {"restarts": 2, "sample_tokens": 2048}  # of a token-level placement: a verdict, not a deployment
+DECODE_ONLY = ("low_latency",)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One configuration's MoE layer at one size: phases (ms) of every group [S], and what was counted."""
+
+    name: str
+    phases: dict[str, NDArray[np.float64]]
+    lar: float
+    imbalance: float
+
+    @cached_property
+    def ms_S(self) -> NDArray[np.float64]:
+        return np.sum(list(self.phases.values()), axis=0)
+
+    @property
+    def ms(self) -> float:
+        return float(self.ms_S.mean())
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {name: float(values.mean()) for name, values in self.phases.items()}
+
+    @property
+    def exchange_ms(self) -> float:
+        return sum(value for name, value in self.means.items() if name in EXCHANGES)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Co-scheduling in one flow and dispatcher at one size against the better baseline there. Gains in percent."""
+
+    flow: str
+    dispatcher: str
+    phase: str
+    tokens_a_rank: int
+    baseline: str
+    baseline_ms: float
+    ours_ms: float
+    gain_pct: float
+    low_pct: float
+    high_pct: float
+    lar_before: float
+    lar: float
+    break_even_lar: float
+    verdict: str
+    reason: str
+
+
+class Desk:
+    """Runs of one base configuration with other flows, dispatchers and policies; fits are shared."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.builder = config, RunBuilder()
+        self._groups: list[NDArray[np.int64]] = []
+
+    def run(self, flow: str, dispatcher: str | dict[str, Any], **changes: Any) -> Run:
+        """dispatcher, changes: a group's option by name, or its whole content; the config's other keys as they are."""
+        config = copy.deepcopy(self.config)
+        for group, value in {"flow": flow, "dispatcher": dispatcher, **BASE, **changes}.items():
+            config[group] = value if isinstance(value, dict) else _option(group, str(value))
+        return self.builder.build(config)
+
+    def ours(self, flow: str, dispatcher: str, **changes: Any) -> Run:
+        policies: dict[str, Any] = dict(OURS[flow])
+        if flow != "dp":
+            policies["placement"] = _option("placement", "semantic") | QUICK
+            policies["predictor"] = _option("predictor", "fusion") | {"refine": 0.0, "fit_tokens": 2048}
+        return self.run(flow, dispatcher, **(policies | changes))
+
+    def layer(self, run: Run, tokens_a_rank: int, name: str = "") -> Layer:
+        """Price one batch of every group of held-out requests."""
+        timer, trace = step_timer(run), run.heldout
+        ranks = run.request_rank_R if run.spec.flow == "dp" else None
+        for rows_T in self.groups(run, tokens_a_rank * run.ep_size):
+            timer.run(rows_T, None if ranks is None else ranks[trace.request_T[rows_T]], None)
+        steps = timer.timeline.steps
+        names = list(steps[0].phases_L)
+        phases = {name: np.array([step.phases_L[name].mean() for step in steps]) for name in names}
+        counted = timer.timeline.meter.columns()
+        return Layer(name, phases, counted["lar"], counted["imbalance_step"])
+
+    def groups(self, run: Run, tokens: int) -> Iterable[NDArray[np.int64]]:
+        """Rows of `tokens` tokens from each of GROUPS disjoint groups of requests, the same for every configuration."""
+        trace = run.heldout
+        count = min(GROUPS, trace.num_requests)
+        group_R = np.random.default_rng(0).permutation(np.arange(trace.num_requests) % count)
+        for group in range(count):
+            rows = np.flatnonzero(group_R[trace.request_T] == group)
+            yield np.random.default_rng(group).choice(rows, tokens, replace=len(rows) < tokens)
+
+
+def _option(group: str, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def valid_cells(phase: str) -> list[tuple[str, str]]:
+    return [cell for cell in CELLS if phase == "decode" or cell[1] not in DECODE_ONLY]
+
+
+def baselines(desk: Desk, flow: str, phase: str, tokens: int, known: dict[Any, Layer]) -> list[Layer]:
+    """What no policy at all gives: every dispatcher of the flow; in attention-TP two all-reduces too."""
+    names = [("dp", d) for f, d in valid_cells(phase) if f == "dp"] if flow == "dp" else [
+        ("tp_replicated", "none"), ("tp_scattered", "a2a_assignment"), ("tp_scattered", "a2a_dedup")]  # fmt: skip
+    for name in names:
+        if (name, tokens) not in known:
+            known[name, tokens] = desk.layer(desk.run(*name), tokens, f"{name[0]} {name[1]}")
+    return [known[name, tokens] for name in names]
+
+
+def judge(desk: Desk, flow: str, dispatcher: str, phase: str, tokens: int, known: dict[Any, Layer]) -> Cell:
+    """One cell: co-scheduled layer against the better baseline."""
+    rivals = baselines(desk, flow, phase, tokens, known)
+    best = min(rivals, key=lambda layer: layer.ms)
+    run = desk.ours(flow, dispatcher)
+    ours = desk.layer(run, tokens)
+    twin = next(r for r in rivals if r.name.endswith(dispatcher))
+    low, high = gain_interval(ours, best, run)
+    gain = 100 * (1 - ours.ms / best.ms)
+    verdict, reason = told(ours, best, twin, gain, low, high, dispatcher)
+    return Cell(flow, dispatcher, phase, tokens, best.name, best.ms, ours.ms, gain, low, high, twin.lar, ours.lar,
+                break_even_lar(ours, twin, best), verdict, reason)  # fmt: skip
+
+
+def gain_interval(ours: Layer, baseline: Layer, run: Run, draws: int = 4000) -> tuple[float, float]:
+    """80 % interval of the gain: factors on the phases, times the bootstrap over groups of requests."""
+    cost = possible_ms([ours.means, baseline.means], run.cluster, draws)
+    rng = np.random.default_rng(1)
+    pick = rng.integers(len(ours.ms_S), size=(draws, len(ours.ms_S)))
+    routes = np.log(ours.ms_S[pick].mean(axis=1) / ours.ms) - np.log(baseline.ms_S[pick].mean(axis=1) / baseline.ms)
+    return interval(100 * (1 - cost[:, 0] / cost[:, 1] * np.exp(routes)))
+
+
+def told(
+    ours: Layer, best: Layer, twin: Layer, gain: float, low: float, high: float, dispatcher: str
+) -> tuple[str, str]:
+    """(verdict, reason) in plain words. twin: the baseline of the same dispatcher."""
+    saved = twin.exchange_ms - ours.exchange_ms
+    lost = ours.means["experts"] - twin.means["experts"]
+    share = 100 * best.exchange_ms / best.ms
+    if gain >= TIE_PCT and low > 0:
+        return "pays", f"saves {1e3 * saved:.0f} us of exchange a layer against the same dispatcher"
+    if gain >= TIE_PCT:
+        return "may pay", f"the interval {low:+.0f} to {high:+.0f} % includes 0"
+    if dispatcher == "allgather_rs":
+        why = "dense dispatcher: every row goes everywhere whatever the placement"
+    elif twin.ms > best.ms * 1.01 and ours.ms < twin.ms * 0.99:
+        why = f"faster than without policies, but {best.name} without any is faster still"
+    elif saved > 0.01 * twin.ms and lost > 0.5 * saved:
+        why = f"imbalance eats it: {1e3 * saved:.0f} us of exchange saved, {1e3 * lost:.0f} us of expert time lost"
+    elif saved <= 0.01 * twin.ms and ours.lar - twin.lar > 0.05:
+        why = f"floor-bound: LAR {twin.lar:.2f} to {ours.lar:.2f} saves {1e3 * saved:.0f} us of exchange a layer"
+    elif lost > 0.01 * twin.ms:
+        why = f"imbalance eats it: expert time grows by {1e3 * lost:.0f} us"
+    else:
+        why = f"little to gain: exchange is {share:.0f} % of the layer"
+    return ("no gain expected" if gain > -TIE_PCT else "slower"), why
+
+
+def break_even_lar(ours: Layer, twin: Layer, best: Layer) -> float:
+    """LAR at which ours would be as fast as the better baseline: exchange time on the line through twin and ours.
+
+    NaN where LAR does not move the exchange, or no LAR up to 1 would do.
+    """
+    gained = ours.lar - twin.lar
+    slope = (twin.exchange_ms - ours.exchange_ms) / gained if abs(gained) > 1e-3 else 0.0
+    if not slope > 1e-6:
+        return float("nan")
+    lar = ours.lar + (ours.ms - best.ms) / slope
+    return float(lar) if lar <= 1 else float("nan")
+
+
+def break_even_batch(desk: Desk, flow: str, dispatcher: str, known: dict[Any, Layer]) -> int | None:
+    """Fewest tokens a rank (of LADDER) from which on the gain stays above the tie; None: nowhere on it."""
+    found = None
+    for tokens in reversed(LADDER):
+        best = min(baselines(desk, flow, "prefill", tokens, known), key=lambda layer: layer.ms)
+        if 100 * (1 - desk.layer(desk.ours(flow, dispatcher), tokens).ms / best.ms) < TIE_PCT:
+            break
+        found = tokens
+    return found
+
+
+def levers(
+    desk: Desk, phase: str, tokens: int, known: dict[Any, Layer], co_scheduled: Cell
+) -> list[tuple[str, float, str]]:
+    """(lever, percent of a layer against one copy per assignment without policies, note), the largest first."""
+    plain = known[("dp", "a2a_assignment"), tokens]
+    run = desk.run("dp", "a2a_dedup")
+    dedup = known[("dp", "a2a_dedup"), tokens]
+    slots = run.model.num_experts + run.ep_size
+    replicas = desk.layer(
+        desk.run("dp", "a2a_dedup", placement=_option("placement", "eplb") | {"slots": slots}), tokens
+    )
+    fp8 = desk.layer(desk.run("dp", _option("dispatcher", "a2a_dedup") | {"dispatch_dtype": "fp8"}), tokens)
+    hidden = min(dedup.exchange_ms, dedup.ms - dedup.exchange_ms)
+    dense = known[("dp", "allgather_rs"), tokens]
+    rows = [
+        ("de-duplicating dispatch (a2a_dedup)", dedup.ms, "one copy per rank; the engine's dispatcher decides"),
+        ("all-gather and reduce-scatter", dense.ms, "no placement needed; bytes grow with ranks"),
+        (f"replication (EPLB, {slots} slots) + a2a_dedup", replicas.ms, f"{_gib(run, slots):.1f} GiB more a rank"),
+        ("fp8 dispatch + a2a_dedup", fp8.ms, "half the bytes outward; check quality"),
+        ("two-batch overlap + a2a_dedup, at best", dedup.ms - hidden, "an upper bound: all that can hide is hidden"),
+    ]
+    rows.append((f"co-scheduling ({co_scheduled.dispatcher})", co_scheduled.ours_ms, "this advice"))
+    ranked = [(name, 100 * (1 - ms / plain.ms), f"{phase}; {note}") for name, ms, note in rows]
+    return sorted(ranked, key=lambda row: -row[1])
+
+
+def _gib(run: Run, slots: int) -> float:
+    more = (slots - run.model.num_experts) / run.ep_size
+    return more * run.model.num_moe_layers * run.model.expert_bytes / 2**30
+
+
+def homed_lar(
+    recipe: Recipe, fitted: Fitted, trace: RoutingTrace, head_tokens: int = 64, batch_tokens: int = 512
+) -> float:
+    """LAR of other requests under a plan; in attention-DP each is homed by the experts of its first tokens, so that
+    words which the plan never saw do not matter."""
+    if recipe.spec.flow != "dp":
+        return float(recipe.locality(fitted, trace, batch_tokens).columns()["lar"])
+    rank_R = recipe.request_ranks(fitted, trace, head_tokens)
+    planner = recipe.planner(fitted, trace)
+    meter = LocalityMeter(trace.num_layers, recipe.ep_size)
+    for rows_T in batches(trace, batch_tokens, "shuffled", None, recipe.seed):
+        routed = planner.route(rows_T, rank_R[trace.request_T[rows_T]])
+        meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, recipe.slots, recipe.ep_size, recipe.spec))
+    return float(meter.columns()["lar"])
+
+
+def serve(run: Run) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """(serving columns, tokens of every step) of the traffic on a whole model."""
+    whole = replace(run, cfg=run.cfg | {"scope": "full_model"})
+    loop = whole.serving_loop()
+    timeline = simulate_serving(loop, step_timer(whole))
+    return served(loop, whole.cfg["slo"]), np.array([plan.num_tokens for plan in timeline.plans])
+
+
+def step_sizes(tokens_N: Sequence[int] | NDArray[np.int64], ranks: int) -> tuple[int, int]:
+    """Tokens a rank of a typical decode step (median of the smaller half) and of a large one (p95): powers of two."""
+    ordered = np.sort(np.asarray(tokens_N))
+    small, large = float(np.median(ordered[: max(len(ordered) // 2, 1)])), float(np.quantile(ordered, 0.95))
+    return tuple(int(2 ** np.clip(round(np.log2(max(v / ranks, 1.0))), 0, 12)) for v in (small, large))  # type: ignore[return-value]

@@ -1,0 +1,85 @@
+"""Regenerates results/paper/: `python -m simulator.paper [--only NAME ...] [--reduced] [--out DIR]` (`make paper`).
+
+Each page is a figure or table of the paper, or one that it lacks: NAME.md with the paper's figure, ours, the conditions
+and a sentence on agreement, NAME.csv with every row. README.md gathers the sentences. --reduced: few short requests of
+one model, in seconds; tests/simulator/test_paper.py compares it with results/paper/reduced.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from semmoe.errors import UserError, nearest
+from semmoe.results import write_atomically
+
+from .affinity import accuracy_by_layer, drift, transfer
+from .book import Book, Page, kept, write
+from .layers import ablation, communication, left_out, locality
+from .served import latency, serving
+from .verdicts import verdicts
+
+PAGES: dict[str, Callable[[Book], Page]] = {
+    "communication": communication,
+    "locality": locality,
+    "serving": serving,
+    "latency": latency,
+    "transfer": transfer,
+    "accuracy": accuracy_by_layer,
+    "left_out": left_out,
+    "ablation": ablation,
+    "drift": drift,
+    "verdicts": verdicts,
+}
+
+
+def reduced_rows() -> pd.DataFrame:
+    """The same code on a few rows, in seconds."""
+    return kept(Book().rows("reduced")).drop(columns="config_id")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages asked for (all), and the README when all were."""
+    parser = argparse.ArgumentParser(prog="python -m simulator.paper", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=list(PAGES), help=", ".join(PAGES))
+    parser.add_argument("--reduced", action="store_true", help="the small version of the test: reduced.csv alone")
+    parser.add_argument("--out", type=Path, default=Path("results/paper"))
+    options = parser.parse_args(argv)
+    if options.reduced:
+        write_atomically(options.out / "reduced.csv", reduced_rows().to_csv(index=False, float_format="%.6g"))
+        print(f"written: {options.out / 'reduced.csv'}")
+        return 0
+    book, whole = Book(), time.perf_counter()
+    for name in options.only:
+        if name not in PAGES:
+            raise UserError(f"no page {name}{nearest(name, PAGES)}")
+        start = time.perf_counter()
+        page = PAGES[name](book)
+        write(page, options.out, f"python -m simulator.paper --only {name}")
+        print(f"{name}: {time.perf_counter() - start:.0f} s\n{page.verdict}\n", flush=True)
+    gather(options.out)
+    print(f"written: {options.out} in {time.perf_counter() - whole:.0f} s")
+    return 0
+
+
+def gather(folder: Path) -> None:
+    """README.md: the sentences of every page that is there."""
+    lines = [
+        "# The paper, done again\n",
+        "Made by `make paper` (`python -m simulator.paper`). *Semantic Parallelism* (Sem-MoE, arXiv 2503.04398, ICLR 2026). "
+        "No public code, hardware name, lengths or routes exist, so these are the paper's experiments on routes drawn from "
+        "affinity profiles (`semmoe/assets/profiles`, fitted to its recall and EP4 LAR alone) and on a model of the machine "
+        "that its text fits best (8 x H20, 96 GB). They test whether its figures follow from one another, not whether its "
+        "machine did what it says.\n",
+    ]
+    for name in PAGES:
+        file = folder / f"{name}.md"
+        if file.is_file():
+            text = file.read_text(encoding="utf-8").strip()
+            title, verdict = text.splitlines()[0].removeprefix("# "), text.split("\n\n")[-1]
+            lines.append(f"## [{title}]({name}.md)\n\n{verdict}\n")
+    write_atomically(folder / "README.md", "\n".join(lines))

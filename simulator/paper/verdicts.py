@@ -1,0 +1,94 @@
+"""Page of verdicts: cells of model x cluster x flow x dispatcher, among them nulls that public reports confirm."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+
+from semmoe.config import compose_all
+
+from ..advise import TIE_PCT, Desk, Layer, judge
+from .book import Book, Page, markdown
+
+QWEN, V2_LITE = "qwen3-30b-a3b", "deepseek-v2-lite"
+CELLS = (  # model, cluster, flow, dispatcher, tokens a rank, what public reports say
+    (QWEN, "h100x8", "dp", "allgather_rs", 512, "null: a better placement saves no bytes (sglang#36820; vllm#33728)"),
+    (QWEN, "h100x8", "dp", "a2a_dedup", 16, "null: on one NVLink node EP width hardly moves decode (self-spec-moe)"),
+    (QWEN, "h100x8", "dp", "low_latency", 16, "null, likewise"),
+    (QWEN, "h100x8", "dp", "a2a_dedup", 512, ""),
+    (V2_LITE, "h100x8", "dp", "a2a_dedup", 1024, ""),
+    (V2_LITE, "h100x8", "dp", "a2a_assignment", 1024, ""),
+    (V2_LITE, "l40sx8", "dp", "a2a_dedup", 1024, ""),
+    (V2_LITE, "h100x16", "dp", "a2a_dedup", 1024, ""),
+    (V2_LITE, "h20x8", "tp_shuffled", "a2a_dedup", 1024, "paper: -41.8 % of the layer against vanilla at four groups"),
+    (V2_LITE, "l40sx8", "tp_shuffled", "a2a_dedup", 1024, ""),
+)
+ASCEND_ITL_MS = (25.02, 25.45)  # contiguous, integer program: sgl-project/sgl-kernel-npu#799, Qwen3-30B-A3B, EP8, A2
+ASCEND_TOKENS = 16
+SHARED = ("trace=profile", "trace.requests=64", "trace.prompt_len=192", "trace.output_len=32", "workload=batches",
+          "cost.allow_roofline=true", "planned_folds=0")  # fmt: skip
+
+
+def desk(model: str, cluster: str) -> Desk:
+    (config,) = compose_all([f"model={model}", f"cluster={cluster}", *SHARED])
+    return Desk(config)
+
+
+def verdicts(book: Book) -> Page:
+    """Every cell as `semmoe advise` judges it, and the published null on Ascend."""
+    desks: dict[tuple[str, str], tuple[Desk, dict[Any, Layer]]] = {}
+    rows = []
+    for model, cluster, flow, dispatcher, tokens, public in CELLS:
+        if (model, cluster) not in desks:
+            desks[model, cluster] = (desk(model, cluster), {})
+        at, known = desks[model, cluster]
+        phase = "decode" if tokens < 64 else "prefill"
+        rows.append(
+            {"model": model, "cluster": cluster}
+            | asdict(judge(at, flow, dispatcher, phase, tokens, known))
+            | {"public": public}
+        )
+    table = pd.DataFrame(rows)
+    shown = pd.DataFrame(
+        {
+            "cell": [
+                f"{r.model}, {r.cluster}, {r.flow}, {r.dispatcher}, {r.tokens_a_rank} tokens a rank"
+                for r in table.itertuples()
+            ],
+            "LAR": [f"{r.lar_before:.2f} to {r.lar:.2f}" for r in table.itertuples()],
+            "gain, 80 % interval": [
+                f"{r.gain_pct:+.1f} % ({r.low_pct:+.1f} to {r.high_pct:+.1f})" for r in table.itertuples()
+            ],
+            "better baseline": table.baseline,
+            "verdict": [f"{r.verdict}: {r.reason}" for r in table.itertuples()],
+            "public report": table.public,
+        }
+    )
+    nulls = table[table.public.str.startswith("null")]
+    agreed = int((nulls.gain_pct < TIE_PCT).sum())
+    verdict = f"{agreed} of {len(nulls)} published nulls are predicted as no gain. {_ascend()}"
+    text = (
+        "Co-scheduling (semantic placement and scheduling) against the better configuration without policies, as `semmoe "
+        "advise` judges: gain of one MoE layer, drawn routes.\n\n" + markdown(shown)
+    )
+    return Page("verdicts", "Verdicts, and nulls that public reports confirm", text, table, verdict)
+
+
+def _ascend() -> str:
+    """Placement alone by an integer program, on a mesh without a locality-aware dispatcher."""
+    at = desk(QWEN, "ascend910bx8")
+    changes = {}
+    for dispatcher in ("allgather_rs", "a2a_assignment"):
+        plain, placed = (
+            at.layer(at.run("dp", dispatcher, placement=name), ASCEND_TOKENS) for name in ("contiguous", "moetuner")
+        )
+        changes[dispatcher] = 100 * (placed.ms / plain.ms - 1)
+    measured = 100 * (ASCEND_ITL_MS[1] / ASCEND_ITL_MS[0] - 1)
+    said = ", ".join(f"{change:+.1f} % under {name}" for name, change in changes.items())
+    return (
+        "Qwen3-30B-A3B on 8 Ascend A2 with an integer-program placement and no locality-aware dispatcher: inter-token latency "
+        f"was measured at {ASCEND_ITL_MS[0]} to {ASCEND_ITL_MS[1]} ms ({measured:+.1f} %, sgl-kernel-npu#799); predicted for a "
+        f"layer of {ASCEND_TOKENS} tokens a rank: {said}. No gain either way."
+    )
