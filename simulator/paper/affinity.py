@@ -21,7 +21,7 @@ from semmoe.trace import RoutingTrace
 
 from ..advise import homed_lar
 from . import published
-from .book import Book, Page, markdown
+from .book import Book, Page, Table, markdown
 
 DOMAINS = ("sharegpt", "lmsys", "mmlu")
 REQUESTS, PROMPT, OUTPUT, SPREAD = 96, 160, 32, 0.5  # of each domain
@@ -38,7 +38,7 @@ def accuracy_by_layer(book: Book) -> Page:
         predictor.fit(Profile.fit(train))
     recall = {"token table": accuracy(table, test).recall_L, "fusion": accuracy(fusion, test).recall_L}
     f1_L = paper_f1_L(trace)
-    rows = pd.DataFrame({"layer": trace.layer_ids_L, "recall_token_table": recall["token table"],
+    rows: Table = pd.DataFrame({"layer": trace.layer_ids_L, "recall_token_table": recall["token table"],
                          "recall_fusion": recall["fusion"], "f1_median_in_sample": f1_L})  # fmt: skip
     rows["f1_median_paper"] = rows.layer.map(published.F1_MEDIAN)
     shown = rows[rows.layer.isin(published.F1_MEDIAN)]
@@ -76,7 +76,7 @@ def transfer(book: Book) -> Page:
                      for d, a, b in zip(DOMAINS, lar, theirs, strict=True)]  # fmt: skip
             lines.append({"model": model, "fitted on": fitted_on}
                          | {d: f"{a:.1f} ({b:.1f})" for d, a, b in zip(DOMAINS, lar, theirs, strict=True)})  # fmt: skip
-    table = pd.DataFrame(rows)
+    table: Table = pd.DataFrame(rows)
     free = table[
         (table.fitted_on != table.evaluated_on) & ~((table.fitted_on == "sharegpt") & (table.evaluated_on == "lmsys"))
     ]
@@ -107,7 +107,7 @@ def drift(book: Book) -> Page:
         fresh = recipe.fit(tests[1])
         rows.append({"share_of_new_domain": share, "lar_old_plan": homed_lar(recipe, stale, tests[0]),
                      "lar_new_plan": homed_lar(recipe, fresh, tests[0]), "experts_moved": moved(stale, fresh)})  # fmt: skip
-    table = pd.DataFrame(rows)
+    table: Table = pd.DataFrame(rows)
     expert_gb = recipe.model.expert_bytes / 1e9
     link = recipe.cluster.link_gbps
     most = float(table.experts_moved.iloc[-1]) * expert_gb / ep

@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from semmoe.errors import UserError, nearest
 from semmoe.results import write_atomically
 
 from .affinity import accuracy_by_layer, drift, transfer
-from .book import Book, Page, kept, write
+from .book import Book, Page, Table, kept, write
 from .layers import ablation, communication, left_out, locality
 from .served import latency, serving
 from .verdicts import verdicts
@@ -37,7 +35,7 @@ PAGES: dict[str, Callable[[Book], Page]] = {
 }
 
 
-def reduced_rows() -> pd.DataFrame:
+def reduced_rows() -> Table:
     """The same code on a few rows, in seconds."""
     return kept(Book().rows("reduced")).drop(columns="config_id")
 

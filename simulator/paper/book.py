@@ -19,6 +19,7 @@ from semmoe.session import progress
 
 from ..app import simulate
 
+Table = Any  # a pandas DataFrame or one of its rows, whose stubs do not know columns as attributes
 HEAVY = ("model", "cluster")  # groups that Hydra composes
 SMALL = ("flow", "dispatcher", "placement", "predictor", "replica_router", "request_scheduler", "token_scheduler")
 POLICIES = ["flow", "dispatcher", "placement", "request_scheduler", "token_scheduler"]
@@ -36,7 +37,7 @@ class Page:
     name: str
     title: str
     text: str
-    table: pd.DataFrame
+    table: Table
     verdict: str
 
 
@@ -47,7 +48,7 @@ class Book:
     extra: Sequence[str] = ()
     builder: RunBuilder = field(default_factory=RunBuilder)
 
-    def rows(self, experiment: str) -> pd.DataFrame:
+    def rows(self, experiment: str) -> Table:
         """Simulated rows of experiment=paper/EXPERIMENT; axes that a flow lacks make no second row."""
         configs = list(self._configs(f"paper/{experiment}"))
         rows: dict[str, dict[str, Any]] = {}
@@ -61,9 +62,9 @@ class Book:
 
     def _configs(self, experiment: str) -> Iterator[dict[str, Any]]:
         """What compose_all gives, with each model and cluster composed once: small groups are put in from their files."""
-        sweep = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"experiment/{experiment}.yaml"))["sweep"]  # type: ignore
+        tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"experiment/{experiment}.yaml"))
         bases: dict[tuple[str, ...], dict[str, Any]] = {}
-        for point in sweep_points(sweep, self.extra):
+        for point in sweep_points(tree["sweep"], self.extra):
             words = [word.lstrip("+").split("=", 1) for word in point]
             heavy = tuple(f"{key}={value}" for key, value in words if key in HEAVY)
             if heavy not in bases:
@@ -89,7 +90,7 @@ NAMES = {
 }
 
 
-def policy_name(row: pd.Series) -> str:
+def policy_name(row: Table) -> str:
     """What a reader calls a configuration's policies."""
     placement = NAMES.get(row.placement, row.placement)
     scheduler = row.request_scheduler if row.flow == "dp" else row.token_scheduler
@@ -111,17 +112,17 @@ def write(page: Page, folder: Path, command: str) -> None:
     write_atomically(folder / f"{page.name}.csv", page.table.to_csv(index=False, float_format="%.5g"))
 
 
-def named(rows: pd.DataFrame) -> pd.DataFrame:
+def named(rows: Table) -> Table:
     """The rows with a column `policy`."""
     return rows.assign(policy=[policy_name(row) for _, row in rows.iterrows()])
 
 
-def kept(rows: pd.DataFrame) -> pd.DataFrame:
+def kept(rows: Table) -> Table:
     """The columns that a reader of the CSV wants, empty ones left out."""
     return rows[[name for name in KEPT if name in rows and rows[name].notna().any()]]
 
 
-def markdown(table: pd.DataFrame) -> str:
+def markdown(table: Table) -> str:
     """A Markdown table; numbers are expected to be formatted already."""
     lines = ["| " + " | ".join(map(str, table.columns)) + " |", "|" + " --- |" * len(table.columns)]
     lines += [

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from . import published
-from .book import Book, Page, kept, markdown, named
+from .book import Book, Page, Table, kept, markdown, named
 
 LEAST_GAIN_PCT = 1.0  # predictions closer than this are not told apart (semmoe/verdict.py)
 
@@ -60,7 +60,7 @@ def locality(book: Book) -> Page:
                 "\n".join(f"- {s}" for s in said))  # fmt: skip
 
 
-def _layer_line(row: pd.Series, cell: pd.DataFrame, best_ms: float) -> dict[str, str]:
+def _layer_line(row: Table, cell: Table, best_ms: float) -> dict[str, str]:
     vanilla = cell[(cell.policy == "vanilla") & (cell.dispatcher == row.dispatcher)].layer_ms
     return {
         "policy": row.policy,
@@ -76,7 +76,7 @@ def _layer_line(row: pd.Series, cell: pd.DataFrame, best_ms: float) -> dict[str,
     }
 
 
-def _locality_said(model: str, ep: int, flow: str, cell: pd.DataFrame, best_ms: float) -> list[str]:
+def _locality_said(model: str, ep: int, flow: str, cell: Table, best_ms: float) -> list[str]:
     said = []
     for policy in ("Sem-MoE as published", "semantic + semantic"):
         found, base = cell[cell.policy == policy], cell[cell.policy == "vanilla"]
@@ -128,7 +128,7 @@ def left_out(book: Book) -> Page:
                 kept(rows).assign(policy=rows.policy), verdict)  # fmt: skip
 
 
-def gains_over_better_baseline(rows: pd.DataFrame, setting: Iterable[str]) -> pd.DataFrame:
+def gains_over_better_baseline(rows: Table, setting: Iterable[str]) -> Table:
     """Lines of policies with columns baseline, baseline_ms, gain_pct and verdict: the better baseline of their setting."""
     keys = list(setting)
     made = []
@@ -191,7 +191,7 @@ def ablation(book: Book) -> Page:
     )
 
 
-def _communication(row: pd.Series) -> float:
+def _communication(row: Table) -> float:
     return float(
         sum(row[f"{name}_ms"] for name in ("dispatch", "combine", "srs", "sag") if pd.notna(row[f"{name}_ms"]))
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from . import published
-from .book import Book, Page, kept, markdown, named
+from .book import Book, Page, Table, kept, markdown, named
 
 SLO_FACTOR = 5.0  # the paper's SLO: latency within five times that of the lightest load
 
@@ -42,7 +42,7 @@ def serving(book: Book) -> Page:
                 "\n".join(f"- {s}" for s in said))  # fmt: skip
 
 
-def rate_within(rates: pd.Series, latency_ms: pd.Series, limit_ms: float) -> float:
+def rate_within(rates: Table, latency_ms: Table, limit_ms: float) -> float:
     """Largest rate (log-interpolated) before the latency first exceeds the limit; inf where it never does."""
     rate, ms = rates.to_numpy(float), latency_ms.to_numpy(float)
     over = np.flatnonzero(ms > limit_ms)
@@ -55,7 +55,7 @@ def rate_within(rates: pd.Series, latency_ms: pd.Series, limit_ms: float) -> flo
     return float(np.exp(np.log(rate[i - 1]) + share * (np.log(rate[i]) - np.log(rate[i - 1]))))
 
 
-def _rate(rate: float, curve: pd.DataFrame) -> str:
+def _rate(rate: float, curve: Table) -> str:
     return f"> {curve.rate_rps.max():.0f}" if np.isinf(rate) else f"{rate:.0f}"
 
 
@@ -79,7 +79,7 @@ OURS = ("Sem-MoE as published", "semantic + semantic")
 def latency(book: Book) -> Page:
     """p99 TTFT and median E2E by input length, gains counted the paper's way and the honest way."""
     rows = named(book.rows("latency"))
-    gains = pd.DataFrame(
+    gains: Table = pd.DataFrame(
         [_gains(model, length, group.set_index("policy"), ours, figure)
          for (model, length), group in rows.groupby(["model", "max_prompt"], sort=False) for ours in OURS for figure in TABLE_2]
     )  # fmt: skip
@@ -105,7 +105,7 @@ def latency(book: Book) -> Page:
     return Page("latency", "TTFT and end-to-end time by input length, attention-TP", text, table, verdict)
 
 
-def _gains(model: str, length: int, by_policy: pd.DataFrame, ours: str, figure: Any) -> dict[str, Any]:
+def _gains(model: str, length: int, by_policy: Table, ours: str, figure: Any) -> dict[str, Any]:
     word, column, theirs = figure
     value, replicated = float(by_policy.loc[ours, column]), float(by_policy.loc["two all-reduces", column])
     two = [float(by_policy.loc[base, column]) for base in ("vanilla", "moetuner")]

@@ -10,7 +10,7 @@ import pandas as pd
 from semmoe.config import compose_all
 
 from ..advise import TIE_PCT, Desk, Layer, judge
-from .book import Book, Page, markdown
+from .book import Book, Page, Table, markdown
 
 QWEN, V2_LITE = "qwen3-30b-a3b", "deepseek-v2-lite"
 CELLS = (  # model, cluster, flow, dispatcher, tokens a rank, what public reports say
@@ -50,8 +50,8 @@ def verdicts(book: Book) -> Page:
             | asdict(judge(at, flow, dispatcher, phase, tokens, known))
             | {"public": public}
         )
-    table = pd.DataFrame(rows)
-    shown = pd.DataFrame(
+    table: Table = pd.DataFrame(rows)
+    shown: Table = pd.DataFrame(
         {
             "cell": [
                 f"{r.model}, {r.cluster}, {r.flow}, {r.dispatcher}, {r.tokens_a_rank} tokens a rank"
