@@ -29,9 +29,9 @@ from semmoe.trace import RoutingTrace
 from semmoe.traffic import count_traffic
 from semmoe.workload import batches
 
-from .app import served, step_timer
+from . import app
+from .app import step_timer
 from .cost.uncertainty import interval, possible_ms
-from .engine import simulate_serving
 
 GROUPS = 6  # of held-out requests
 TIE_PCT = 1.0  # predictions closer than this are not told apart
@@ -291,9 +291,8 @@ def homed_lar(
 def serve(run: Run) -> tuple[dict[str, Any], NDArray[np.int64]]:
     """(serving columns, tokens of every step) of the traffic on a whole model."""
     whole = replace(run, cfg=run.cfg | {"scope": "full_model"})
-    loop = whole.serving_loop()
-    timeline = simulate_serving(loop, step_timer(whole))
-    return served(loop, whole.cfg["slo"]), np.array([plan.num_tokens for plan in timeline.plans])
+    columns, timers = app.serve(whole)
+    return columns, np.array([plan.num_tokens for timer in timers for plan in timer.timeline.plans])
 
 
 def step_sizes(tokens_N: Sequence[int] | NDArray[np.int64], ranks: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -48,13 +49,14 @@ class Case:
 def cases(folders: Sequence[str | Path], level: float = LEVEL) -> tuple[list[Case], list[Case]]:
     """(layer times, gains of a configuration over the first of its setting) with their intervals."""
     comparison = compare(folders)
-    table = comparison.table[comparison.table.sides == "both"].dropna(
+    table: Any = comparison.table[comparison.table.sides == "both"].dropna(
         subset=["layer_ms_predicted", "layer_ms_measured"]
     )
     if table.empty:
         raise UserError(f"{', '.join(map(str, folders))}: no configuration was both simulated and measured")
-    logs = np.log(table.layer_ms_measured / table.layer_ms_predicted).to_numpy()
-    lines, layers, gains = list(table.itertuples()), [], []
+    logs = np.log((table.layer_ms_measured / table.layer_ms_predicted).to_numpy())
+    lines: list[Any] = list(table.itertuples())
+    layers, gains = [], []
     phases = [_phases(comparison.rows[comparison.rows.key == line.key]) for line in lines]
     settings = [setting(comparison.rows[comparison.rows.key == line.key].iloc[0]) for line in lines]
     clusters = {str(line.cluster): _cluster(str(line.cluster)) for line in lines}

@@ -266,14 +266,15 @@ class Drawn:
 
     def make(self) -> RoutingTrace:
         name = self.profile or nearest(self.model, self.num_experts, self.top_k)
+        found = AffinityProfile.load(name)
         profile = replace(
-            AffinityProfile.load(name),
+            found,
             model=self.model,
             num_experts=self.num_experts,
             top_k=self.top_k,
             layer_ids=list(self.layer_ids),
             vocab_size=self.vocab_size,
-            **({} if self.apart is None else {"apart": self.apart}),
+            apart=found.apart if self.apart is None else self.apart,
         )
         domains = list(self.domains or profile.domains[:1])
         unknown = [name for name in domains if name not in profile.domains]
