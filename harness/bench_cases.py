@@ -15,10 +15,11 @@ from torch import Tensor
 
 from semmoe.schedule.priced import priced_owners
 
-from .kernels.grouped import Tiling, experts, experts_by_library
+from .kernels.align import most_blocks
+from .kernels.grouped import Tiling, experts, experts_by_library, tiling_of
 from .kernels.home import home_tokens
 from .kernels.launch import launch_sag, launch_srs
-from .kernels.launch_exchange import Group, combine, pull, serve_tokens, sum_own
+from .kernels.launch_exchange import Group, combine, pull, serve_assignments, serve_tokens, sum_own
 from .kernels.rank_tokens import rank_tokens
 from .reference.experts import experts_loop
 from .reference.ranking import TokenRanking, rank_tokens_by_sort
@@ -88,7 +89,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     yield home_case(sizes)
     for name in sizes.layers:
         yield experts_case(sizes, name)
-    yield exchange_case(sizes)
+    for dedup in (True, False):
+        yield exchange_case(sizes, dedup)
 
 
 def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
@@ -167,8 +169,9 @@ def experts_case(sizes: Sizes, layer: str) -> Case:
     return Case(f"experts_{layer}", variants, [expected], tolerance, bar=Bar("speedup", 1.0, "grouped_mm"))
 
 
-def exchange_case(sizes: Sizes) -> Case:
-    """De-duplicated dispatch, answers and combine of all ranks; an expert here is the identity, so that rows alone count."""
+def exchange_case(sizes: Sizes, dedup: bool) -> Case:
+    """Dispatch, answers and combine of all ranks, as a layer makes them (harness/pulled.py); an expert here is the identity,
+    so that rows alone count."""
     ranks, tokens, hidden = sizes.ranks, sizes.tokens, sizes.hidden
     experts_all = next(iter(sizes.layers.values()))[0]
     per_rank = experts_all // ranks
@@ -180,25 +183,32 @@ def exchange_case(sizes: Sizes) -> Case:
     x_TH = torch.randn(tokens, hidden, dtype=sizes.dtype, device=sizes.device)
     mine_G = [plan.perm_T[s : s + n] for s, n in zip(starts, counts, strict=True)]
     x_G = [x_TH[mine].contiguous() for mine in mine_G]
-    o_G, out_G = ([x_TH.new_empty(tokens, hidden) for _ in range(ranks)] for _ in range(2))
-    rows_G = [x_TH.new_empty(tokens, hidden) for _ in range(ranks)]
+    entries = tokens if dedup else tokens * sizes.top_k
+    block_m = tiling_of(tokens * sizes.top_k, experts_all).block_m
+    most_rows = tokens if dedup else most_blocks(entries, per_rank, block_m) * block_m
+    out_G = [x_TH.new_empty(tokens, hidden) for _ in range(ranks)]
+    o_G = [x_TH.new_empty(entries, hidden) for _ in range(ranks)]
+    rows_G = [x_TH.new_empty(most_rows, hidden) for _ in range(ranks)]
     x_table, o_table = address_table(x_G), address_table(o_G)
 
     def run(blocks: int) -> list[Tensor]:
         for rank in range(len(x_G)):  # keeps X alive, which the table holds as addresses only
-            served = serve_tokens(group, rank)
+            served = serve_tokens(group, rank) if dedup else serve_assignments(group, rank, block_m)
             pull(x_table, group, served, rank, rows_G[rank], blocks=blocks)
-            assert served.row_T is not None
+            if served.row_T is None:
+                o_G[rank].copy_(rows_G[rank][served.place_A()])
+                continue
             answers_AH = rows_G[rank][served.row_T.repeat_interleave(sizes.top_k, output_size=tokens * sizes.top_k)]
             sum_own(answers_AH, group, served, rank, o_G[rank], blocks)
         for rank in range(ranks):
-            combine(o_table, group, rank, out_G[rank], True, blocks=blocks)
+            combine(o_table, group, rank, out_G[rank], dedup, blocks=blocks)
         return [out[:n] for out, n in zip(out_G, counts, strict=True)]
 
     total_TH = x_TH.float() * weights_Tk.sum(dim=1, keepdim=True)
     tolerance = 3e-2 if sizes.dtype == torch.bfloat16 else 1e-5
     variants: dict[str, Callable[[], Sequence[Tensor]]] = {f"blocks={b}": partial(run, b) for b in sizes.blocks}
-    return Case("exchange_dedup", variants, [total_TH[mine] for mine in mine_G], tolerance, [*o_G, *out_G, *rows_G])
+    name = "exchange_dedup" if dedup else "exchange_assignment"
+    return Case(name, variants, [total_TH[mine] for mine in mine_G], tolerance, [*o_G, *out_G, *rows_G])
 
 
 def _homes(sizes: Sizes) -> Tensor:

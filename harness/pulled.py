@@ -99,7 +99,7 @@ class PullExchange:
                 assert served.alignment is not None
                 alignment, row_A, out_AH = (
                     served.alignment,
-                    _place_of(served.list_P, served.limit_1 * served.limit_times, tokens * k),
+                    served.place_A(),
                     lent,
                 )
             inner_AF = grouped_matmul(rows_PH, row_A, weights.w13_S2FH, alignment, True, tiling)
@@ -143,12 +143,3 @@ def rank_order(counts_G: Sequence[int], device: torch.device) -> TokenRanking:
     perm_T = torch.arange(len(owner_T))
     made = (perm_T, perm_T - starts[owner_T], owner_T, counts, starts)
     return TokenRanking(*(tensor.to(device) for tensor in made))
-
-
-def _place_of(list_P: Tensor, limit_1: Tensor, assignments: int) -> Tensor:
-    """Place of each assignment in list_P (0 where it has none); places from limit_1 on are undefined."""
-    place_P = torch.arange(len(list_P), device=list_P.device)
-    real_P = (place_P < limit_1) & (list_P >= 0) & (list_P < assignments)
-    place_A = torch.zeros(assignments + 1, dtype=torch.int64, device=list_P.device)
-    place_A[torch.where(real_P, list_P.long(), assignments)] = place_P
-    return place_A[:assignments]

@@ -63,6 +63,14 @@ class Served:
     alignment: Alignment | None = None
     row_T: Tensor | None = None
 
+    def place_A(self) -> Tensor:
+        """The pulled row of each entry, 0 where another rank serves it. Places from the limit on are undefined."""
+        place_P = torch.arange(len(self.list_P), device=self.list_P.device)
+        real_P = (place_P < self.limit_1 * self.limit_times) & (self.list_P >= 0) & (self.list_P < self.entries)
+        place_A = torch.zeros(self.entries + 1, dtype=torch.int64, device=self.list_P.device)
+        place_A[torch.where(real_P, self.list_P.long(), self.entries)] = place_P
+        return place_A[: self.entries]
+
 
 def serve_assignments(group: Group, rank: int, block_m: int) -> Served:
     """The assignments of this rank's slots, sorted by slot, each slot's places filled up to whole blocks."""

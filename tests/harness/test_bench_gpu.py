@@ -30,7 +30,8 @@ def test_dry_run_checks_every_case_and_times_nothing(tmp_path: Path) -> None:
     done = command("--dry-run", "--out", str(tmp_path / "rows.jsonl"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {r["case"] for r in rows} == {"srs", "sag", "rank_tokens", "assign_homes", "experts_toy", "exchange_dedup"}
+    names = "srs sag rank_tokens assign_homes experts_toy exchange_dedup exchange_assignment"
+    assert {r["case"] for r in rows} == set(names.split())
     assert all(r["correct"] and r["mode"] == "dry_run" and "p50_us" not in r and "speedup" not in r for r in rows)
     assert all(r["environment"]["kernel_path"] == "triton_interpreter" for r in rows)
 

@@ -76,8 +76,8 @@ def test_a_rank_killed_in_any_phase_is_named(phase: str) -> None:
 
 
 def late_task(context: RankContext, run: Run | None, seconds: float) -> Any:
-    """Rank 1 comes late to a measurement (None: to a barrier of shared memory, whose patience is two seconds)."""
-    transport = SharedTransport(timeout_s=2.0) if run is None else None
+    """Rank 1 comes late to a measurement (None: to a barrier of shared memory, whose patience is half a second)."""
+    transport = SharedTransport(timeout_s=0.5) if run is None else None
     if context.rank == 1:
         time.sleep(seconds)
     return transport.barrier() if transport else measure_batches(context, run).output_error  # type: ignore[arg-type]
@@ -88,9 +88,9 @@ def test_a_rank_five_seconds_late_is_waited_for_within_the_patience_and_named_be
     start = time.monotonic()
     errors = pool.run(late_task, build("transport=shared"), 5.0)
     assert time.monotonic() - start > 5.0 and max(errors) < 1e-5
-    assert "rank 0 waited 2 s for rank 1 in a barrier" in ended_with(pool, late_task, None, 5.0)
-    said = ended_with(RankPool(2, timeout_s=2.0), late_task, build(), 5.0)
-    assert "no answer from rank" in said and "1 of 2 within 2 s during late_task" in said
+    assert "rank 0 waited 0.5 s for rank 1 in a barrier" in ended_with(pool, late_task, None, 5.0)
+    said = ended_with(RankPool(2, timeout_s=1.0), late_task, build(), 5.0)
+    assert "no answer from rank" in said and "1 of 2 within 1 s during late_task" in said
 
 
 def no_room_task(context: RankContext, run: Run) -> Any:
