@@ -16,6 +16,7 @@ from semmoe.planning import RoutedStep
 
 from .reference.experts import moe_reference
 from .stack import LayerInput, Stack
+from .weights import biases_of, gate_bias_of
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3, "fp8": 6e-2}  # relative norm; fp8 keeps 3 bits of mantissa
 
@@ -82,11 +83,13 @@ def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.nda
     experts_Tk = torch.from_numpy(expert_of_slot_P[routed.slots_TLk[:, layer]].astype(np.int64))
     x_TH = stack.feed.rows_TH(layer, routed.rows_T).to(stack.dtype)
     source = stack.feed.source
-    score_TE = stack.gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer).to(stack.dtype)))
+    bias_E = gate_bias_of(source, layer)
+    bias_E = None if bias_E is None else bias_E.to(stack.dtype)
+    score_TE = stack.gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer).to(stack.dtype), bias_E))
     weights_Tk = stack.gating.weights(score_TE, experts_Tk)
     pairs = [source.expert(layer, expert) for expert in range(source.num_experts)]
     w13_E2FH, w2_EHF = (torch.stack([pair[i] for pair in pairs]).to(stack.dtype) for i in (0, 1))
-    want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF)
+    want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF, biases_of(source, layer))
     free_Tk = stack.gating.choose(score_TE).sort(dim=1).values
     flipped = int((free_Tk != experts_Tk.sort(dim=1).values).any(dim=1).sum())
     errors = [_relative(y.float(), want_TH[torch.from_numpy(mine_n)]) for mine_n, y in ys]

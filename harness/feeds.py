@@ -118,12 +118,9 @@ def _new_feed(
 
 
 def open_checkpoint(folder: str | None, model: ModelSpec) -> WeightSource:
-    """The MoE layers of a local Hugging Face folder; UserError where MoELayer does not compute its experts."""
+    """The MoE layers of a local Hugging Face folder."""
     from .models.hf_checkpoint import HFCheckpoint
 
     if not folder:
         raise UserError("measure.feed=checkpoint needs measure.checkpoint=FOLDER, a local Hugging Face checkpoint")
-    source = HFCheckpoint(folder, model)
-    if source.unsupported:
-        raise UserError(source.unsupported)
-    return source
+    return HFCheckpoint(folder, model)

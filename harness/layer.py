@@ -108,9 +108,13 @@ class MoELayer:
         self._first_slot_E = torch.from_numpy(placement.first_slot_LE[layer].astype(np.int64)).to(device)
         self.permuted_gate = not placement.has_replicas and gating.n_group == 1
         self._gate = weights.gate_EH[self._expert_of_slot_P] if self.permuted_gate else weights.gate_EH
+        bias = weights.gate_bias_E
+        self._gate_bias = bias[self._expert_of_slot_P] if bias is not None and self.permuted_gate else bias
         dispatched = spec.flow != "tp_replicated"
         self._dispatcher = make_dispatcher(spec, transport, self.slots_per_rank, max_tokens) if dispatched else None
         self.kernels = _kernels(spec, transport, self.slots_per_rank)
+        if self.kernels is not None and weights.biases is not None:
+            raise UserError("the kernels compute experts without biases; set transport.kernels=torch for this model")
 
     def forward(
         self,
@@ -200,7 +204,7 @@ class MoELayer:
 
     def _route(self, x_nH: Tensor, routes: Routes | None, home: int) -> tuple[Tensor, Tensor, int | None]:
         """(slots, fp32 weights, flips). The gate always runs: its time belongs to the layer."""
-        score = self.gating.scores(torch.nn.functional.linear(x_nH, self._gate))
+        score = self.gating.scores(torch.nn.functional.linear(x_nH, self._gate, self._gate_bias))
         chosen_nk = self.gating.choose(score)
         flips = None if routes is None else self._flips(chosen_nk, routes.slots_Tk)
         if routes is not None and routes.forced:
@@ -240,7 +244,7 @@ class MoELayer:
             row_A, weight_A = work.row_A[order_A], work.weight_A[order_A]
             rows_AH = work.rows_RH.index_select(0, row_A)
             self.timer.lap("permute")
-            out_AH = run_experts(rows_AH, counts_S, w13_S2FH, w2_SHF)
+            out_AH = run_experts(rows_AH, counts_S, w13_S2FH, w2_SHF, self.weights.biases)
         now = self.transport.counter.now
         now.expert_rows, now.active_experts = len(out_AH), int((counts_S > 0).sum())
         self.timer.lap("experts")

@@ -13,6 +13,8 @@ from semmoe.errors import UserError
 from semmoe.placement.base import Placement
 from semmoe.specs import ModelSpec
 
+from .reference.experts import ExpertBiases
+
 
 class WeightSource(Protocol):
     """Layers are counted from 0 over the MoE layers; experts are logical."""
@@ -71,11 +73,33 @@ class TinyWeights:
 
 @dataclass(frozen=True, eq=False)
 class RankWeights:
-    """What one rank holds of one MoE layer: the whole gate and the experts in its slots (an empty slot is zero)."""
+    """What one rank holds of one MoE layer: the whole gate and the experts in its slots (an empty slot is zero).
+
+    gate_bias_E, biases: of models that have them (GPT-OSS).
+    """
 
     gate_EH: Tensor
     w13_S2FH: Tensor
     w2_SHF: Tensor
+    gate_bias_E: Tensor | None = None
+    biases: ExpertBiases | None = None
+
+
+class BiasedWeights(Protocol):
+    """What a WeightSource has beside for models with biases; None: this one has none."""
+
+    def gate_bias_E(self, layer: int) -> Tensor | None: ...
+
+    def biases_E(self, layer: int) -> ExpertBiases | None: ...
+
+
+def gate_bias_of(source: WeightSource, layer: int) -> Tensor | None:
+    return source.gate_bias_E(layer) if hasattr(source, "gate_bias_E") else None
+
+
+def biases_of(source: WeightSource, layer: int) -> ExpertBiases | None:
+    """Of all logical experts."""
+    return source.biases_E(layer) if hasattr(source, "biases_E") else None
 
 
 def rank_weights(
@@ -97,7 +121,14 @@ def rank_weights(
     for slot, expert in enumerate(experts):
         if expert >= 0:
             w13[slot], w2[slot] = source.expert(layer, expert)
-    return RankWeights(source.gate_EH(layer).to(device, dtype), w13, w2)
+    bias_E, all_biases = gate_bias_of(source, layer), biases_of(source, layer)
+    biases = None
+    if all_biases is not None:
+        held_S = torch.tensor(experts).clamp(min=0)
+        own = (tensor[held_S].to(device, dtype) for tensor in (all_biases.up_S2F, all_biases.down_SH))
+        biases = ExpertBiases(*own)
+    gate_bias_E = None if bias_E is None else bias_E.to(device, dtype)
+    return RankWeights(source.gate_EH(layer).to(device, dtype), w13, w2, gate_bias_E, biases)
 
 
 def _scaled(size: int, scale: float) -> int:

@@ -10,8 +10,7 @@
                                       columns gate, up, gate, up, ...; down_proj [E, F, H]; a bias for each
 
 Routed experts only: a shared expert belongs to the layer's dense part. DeepSeek's routed_scaling_factor is multiplied
-into the down projection. GPT-OSS experts have biases and a clamped activation, which MoELayer does not compute:
-`unsupported` says so, `expert` refuses, and `biased_expert` gives the tensors.
+into the down projection. GPT-OSS experts have biases and a clamped activation: `reference.experts.ExpertBiases`.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from torch import Tensor
 
 from semmoe.errors import UserError
 from semmoe.specs import ModelSpec
+
+from ..reference.experts import ExpertBiases
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,12 +76,6 @@ class HFCheckpoint:
             )
         self.naming = NAMINGS[kind]
         self._scale = float(config.get("routed_scaling_factor") or 1.0) if kind == "deepseek_v2" else 1.0
-        self.unsupported: str | None = None
-        if self.naming.fused:
-            self.unsupported = (
-                f"{self.folder}: {kind} experts have biases and a clamped activation, which MoELayer does not compute; "
-                "use measure.feed=random, which has the same shapes"
-            )
         self._open: dict[Path, Any] = {}
         self._index, self._file_of = self._read_index()
         for layer in range(model.num_moe_layers):
@@ -92,27 +87,28 @@ class HFCheckpoint:
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
         """(w13 [2F, H]: gate projection above up projection, w2 [H, F])."""
-        if self.unsupported:
-            raise UserError(self.unsupported)
+        if self.naming.fused:
+            return self._fused_expert(layer, expert)
         ffn, hidden, naming = self.model.expert_ffn, self.hidden, self.naming
         w1, w3 = (self._tensor(self._name(layer, p, expert), (ffn, hidden)) for p in (naming.gate_proj, naming.up_proj))
         w2 = self._tensor(self._name(layer, naming.down_proj, expert), (hidden, ffn))
         return torch.cat([w1, w3]), w2 if self._scale == 1.0 else w2 * self._scale
 
-    def biased_expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(w13 [2F, H], b13 [2F], w2 [H, F], b2 [H]) of a GPT-OSS expert: gate above up, as everywhere in semmoe.
-
-        Worked example: columns g0 u0 g1 u1 of gate_up_proj become rows g0 g1 u0 u1 of w13.
-        """
-        if not self.naming.fused:
-            raise UserError(f"{self.folder}: experts of model {self.model.name} have no biases")
+    def _fused_expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor]:
+        """Worked example: columns g0 u0 g1 u1 of gate_up_proj become rows g0 g1 u0 u1 of w13."""
         ffn, hidden, count = self.model.expert_ffn, self.hidden, self.num_experts
         up_name, down_name = (self._name(layer, p) for p in (self.naming.gate_proj, self.naming.down_proj))
         up_H2F = self._tensor(up_name, (count, hidden, 2 * ffn), expert)
-        up_bias_2F = self._tensor(up_name + "_bias", (count, 2 * ffn), expert)
         down_FH = self._tensor(down_name, (count, ffn, hidden), expert)
-        down_bias_H = self._tensor(down_name + "_bias", (count, hidden), expert)
-        return _apart(up_H2F.T), _apart(up_bias_2F), down_FH.T.contiguous(), down_bias_H
+        return _apart(up_H2F.T), down_FH.T.contiguous()
+
+    def biases_E(self, layer: int) -> ExpertBiases | None:
+        """Of all experts; None where the model has none."""
+        if not self.naming.fused:
+            return None
+        up_name, down_name = (self._name(layer, p) + "_bias" for p in (self.naming.gate_proj, self.naming.down_proj))
+        up_E2F = self._tensor(up_name, (self.num_experts, 2 * self.model.expert_ffn))
+        return ExpertBiases(_apart(up_E2F.T).T.contiguous(), self._tensor(down_name, (self.num_experts, self.hidden)))
 
     def gate_bias_E(self, layer: int) -> Tensor | None:
         """Added to the gate logits; None where the model has none."""

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from harness.feeds import open_checkpoint  # noqa: E402
 from harness.layer import build_layers  # noqa: E402
 from harness.models.hf_checkpoint import INDEX, NAMINGS, HFCheckpoint  # noqa: E402
+from harness.reference.experts import run_experts  # noqa: E402
 from harness.reference.gate import Gating  # noqa: E402
 from harness.transport.virtual import run_virtual  # noqa: E402
+from harness.weights import rank_weights  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.hf_config import model_from_hf_config  # noqa: E402
@@ -67,7 +69,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"num_experts": EXPERTS, "norm_topk_prob": False}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": EXPERTS, "head_dim": 8}),
 }
-RUNS = [family for family in FAMILIES if family != "gpt_oss"]
 
 
 def write(family: str, folder: Path) -> Any:
@@ -110,7 +111,7 @@ def layer_outputs(transport: Any, source: HFCheckpoint, model: ModelSpec, x_TH: 
     return [layer.forward(mine_nH).y for layer in layers]
 
 
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_a_sharded_checkpoint_compute_what_transformers_computes(family: str, tmp_path: Path) -> None:
     theirs = write(family, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
@@ -125,30 +126,22 @@ def test_layers_of_a_sharded_checkpoint_compute_what_transformers_computes(famil
         assert want_TH.abs().max() > 0.05, "the comparison must not be one of zeros"
 
 
-def test_gpt_oss_experts_come_apart_and_are_refused_by_the_layer_in_words(tmp_path: Path) -> None:
-    theirs = write("gpt_oss", tmp_path)
+def test_without_their_biases_gpt_oss_experts_are_others(tmp_path: Path) -> None:
+    """Negative control of the run above, and biases go with their slots: of experts 1, 1, 0."""
+    write("gpt_oss", tmp_path)
     model = model_from_hf_config(tmp_path)
-    source, gating = HFCheckpoint(tmp_path, model), Gating.of(model)
-    limit, alpha = 7.0, 1.702  # of the published config
-    x_TH = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
-    for layer, block in enumerate(blocks(theirs)):
-        bias_E = source.gate_bias_E(layer)
-        assert bias_E is not None and bias_E.abs().min() > 0
-        score_TE = gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer), bias_E))
-        experts_Tk = gating.choose(score_TE)
-        weights_Tk = gating.weights(score_TE, experts_Tk)
-        got_TH = torch.zeros_like(x_TH)
-        for expert in range(EXPERTS):
-            w13, b13, w2, b2 = source.biased_expert(layer, expert)
-            token, choice = (experts_Tk == expert).nonzero(as_tuple=True)
-            gate, up = torch.nn.functional.linear(x_TH[token], w13, b13).chunk(2, dim=-1)
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            rows = torch.nn.functional.linear((up + 1) * gate * torch.sigmoid(alpha * gate), w2, b2)
-            got_TH.index_add_(0, token, rows * weights_Tk[token, choice, None])
-        torch.testing.assert_close(got_TH, routed_part(block, x_TH), rtol=1e-4, atol=1e-4)
-    for refused in (lambda: open_checkpoint(str(tmp_path), model), lambda: source.expert(0, 0)):
-        with pytest.raises(UserError, match="gpt_oss experts have biases and a clamped activation"):
-            refused()
+    source = HFCheckpoint(tmp_path, model)
+    all_biases, bias_E = source.biases_E(0), source.gate_bias_E(0)
+    assert all_biases is not None and bias_E is not None and bias_E.abs().min() > 0
+    table_LP = np.array([[1, 1, 0, *range(2, EXPERTS), 3]] * model.num_moe_layers, dtype=np.int32)
+    placement = Placement(table_LP, 2, model.layer_ids, EXPERTS)
+    held = rank_weights(source, placement, 0, 0)
+    assert held.biases is not None and torch.equal(held.biases.down_SH[:3], all_biases.down_SH[[1, 1, 0]])
+    rows = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    counts_S = torch.tensor([4, 0, 0, 0, 0])
+    with_biases = run_experts(rows, counts_S, held.w13_S2FH, held.w2_SHF, held.biases)
+    assert (with_biases - run_experts(rows, counts_S, held.w13_S2FH, held.w2_SHF)).abs().max() > 0.1
+    assert source.biases_E(0) is not None and open_checkpoint(str(tmp_path), model).num_experts == EXPERTS
 
 
 @pytest.fixture(scope="module")
