@@ -64,7 +64,7 @@ accuracy: $(VENV)/installed
 	done
 	$(BIN)/python -m semmoe.accuracy results/runs/accuracy results/runs/accuracy/replay
 
-# Nine policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
+# Eight policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
 rank-order: $(VENV)/installed
 	rm -rf results/runs/rank_order
 	$(BIN)/semmoe calibrate cluster.file=results/runs/rank_order/cluster.yaml

@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ LIBRARIES = ("torch", "triton", "numpy", "numba")
 
 
 def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
-    """Machine, library versions, load and threads, in names with units. where: what the ranks are."""
+    """Machine, library versions, load, threads and command line, in names with units. where: what the ranks are."""
     load_1min, _, _ = os.getloadavg()
     return {
         "cpu": _cpu_model(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_1min": round(load_1min, 2),
+        "command": shlex.join(sys.argv[1:]),
         "ranks": ranks,
         "threads_per_rank": 1,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -5,8 +5,9 @@ and q the largest pair, all in rows, a skewed exchange over n ranks takes the ti
 
     m + a * (p - m) + b * max((n - 1) * q - p, 0)       rows from each rank
 
-a = b = 0: only the sum counts (one core does all copies); a = 1: the busiest port rules (a switch); b > 0: one pair alone
-cannot fill a port. a and b >= 0 are fitted to the measured times of FITTED cases; HELD_OUT ones are told apart only by
+a = b = 0: only the sum counts (one core does all copies); a = 1: the busiest port rules (a switch), more: many senders to
+one hold each other up; b > 0: one pair alone cannot fill a port, b = 1: it has an even share of one. a in 0..2 and b in 0..1
+are fitted to the measured times of FITTED cases; HELD_OUT ones are told apart only by
 the residuals, at shares and sizes that the fit has not seen.
 Worked example, 4 ranks, 60 rows from each, of which the others send half to rank 0 on purpose: rank 0 receives 120, so
 m = 60, p = 120, q = 40; with a = 0.5, b = 0 it costs as much as a balanced exchange of 90 rows from each rank.
@@ -66,7 +67,7 @@ def fit_skew(us: Mapping[Case, float], ranks: int) -> dict[str, float]:
         def error(ab: Float, cases: list[Case] = cases, taken: Float = taken) -> Float:
             return np.log(predicted_us(us, cases, ranks, ab[0], ab[1]) / taken)
 
-        a, b = least_squares(error, (0.5, 0.1), bounds=(0.0, 4.0), loss="soft_l1", diff_step=1e-2).x
+        a, b = least_squares(error, (0.5, 0.1), bounds=((0.0, 0.0), (2.0, 1.0)), loss="soft_l1", diff_step=1e-2).x
         weights |= {f"{op}.port": float(a), f"{op}.pair": float(b) if op in EXCHANGES else 0.0}
     return weights
 
