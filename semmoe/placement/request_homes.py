@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ..assign import assign_capped, capped_owners, narrowed
 from .exchange import best_experts, exchange, overload, rank_loads, value
-from .replicas import RAMP, add_replicas, held_value, trade
+from .nodes import traffic_between
+from .replicas import RAMP, add_replicas, expected_loads, held_value, trade
 from .token_homes import shuffled
 
 POLISH = 2e7  # operations of one round of polish_requests() that a start may cost
@@ -70,6 +71,15 @@ class RequestSide:
                 counts_LRE, load_LFE, holds_LEG, self.capacity, part * weight, self.target, self.iterations
             )
         return value, holds_LEG
+
+    def traffic_GG(self, holds: NDArray[np.bool_]) -> NDArray[np.float64]:
+        experts = holds.shape[1]
+        home_R = request_homes(self.counts_LRE[..., :experts], holds, self.capacity)
+        traffic_GG = np.zeros((self.ranks, self.ranks))
+        for counts_RE, load_FE, holds_EG in zip(self.counts_LRE, self.load_LFE, holds, strict=True):
+            local_EG = local_counts_EG(counts_RE[:, :experts], home_R, self.ranks)
+            traffic_GG += traffic_between(local_EG, expected_loads(local_EG, load_FE[:, :experts], holds_EG)[0])
+        return traffic_GG
 
 
 def request_home_scores(counts_LRE: NDArray[np.integer], holds_LEG: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -21,6 +21,8 @@ from ..errors import UserError
 from ..profile import Profile, count_all
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
+from .groups import nodes_of
+from .nodes import order_by_node
 from .request_homes import RequestSide, one_hot
 from .token_homes import TokenSide, sample_of
 
@@ -50,6 +52,9 @@ class Side(Protocol):
     def replicated(self, rank: NDArray[np.int64], slots_a_rank: int, weight: float) -> tuple[float, NDArray[np.bool_]]:
         """(J, holds) with the free slots filled, starting from `rank`."""
 
+    def traffic_GG(self, holds: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Assignments from home to serving rank under these holds."""
+
 
 class Semantic:
     """restarts: starts of the alternation (at least: small problems get as many as some EFFORT allows); iterations:
@@ -60,7 +65,8 @@ class Semantic:
     their table where the predictor has no left-out predictions of its own (token_homes.py).
 
     `slots` beyond one per expert become replicas (replicas.py), starting from the best placement without and from the
-    best that minds no load, for replicas can carry load away. Stops adding starts at the problem's time limit
+    best that minds no load, for replicas can carry load away. On several nodes, ranks that send each other most share
+    one (nodes.py). Stops adding starts at the problem's time limit
     (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
     """
 
@@ -146,13 +152,16 @@ class Semantic:
         size = problem.slots // problem.ep_size
         value, rank, starts = self._search(side, self.load_weight, rng, until)
         if problem.slots == problem.model.num_experts:
-            return value, one_hot(rank, problem.ep_size), starts
-        bases = [rank]
-        if self.load_weight > 0:
-            bases.append(self._search(side, 0.0, rng, until)[1])
-        value, holds = max(
-            (side.replicated(base, size, self.load_weight) for base in bases), key=lambda found: found[0]
-        )
+            holds = one_hot(rank, problem.ep_size)
+        else:
+            bases = [rank]
+            if self.load_weight > 0:
+                bases.append(self._search(side, 0.0, rng, until)[1])
+            found = [side.replicated(base, size, self.load_weight) for base in bases]
+            value, holds = max(found, key=lambda one: one[0])
+        nodes = nodes_of(problem)
+        if nodes > 1:
+            holds = np.ascontiguousarray(holds[..., order_by_node(side.traffic_GG(holds), nodes)])
         return value, holds, starts
 
     def _search(

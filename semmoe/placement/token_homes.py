@@ -21,8 +21,9 @@ from ..profile import Profile
 from .base import PlacementProblem
 from .cocluster import covariance_EE
 from .exchange import best_experts, exchange, value
+from .nodes import traffic_between
 from .partition import improve
-from .replicas import RAMP, add_replicas, held_value, trade
+from .replicas import RAMP, add_replicas, expected_loads, held_value, trade
 
 
 class Sample(Protocol):
@@ -146,6 +147,13 @@ class TokenSide:
                 *given, holds_EG, self.capacity, part * weight, self.target, self.iterations
             )
         return value, holds_EG
+
+    def traffic_GG(self, holds: NDArray[np.bool_]) -> NDArray[np.float64]:
+        load_FE, holds = self.load_FE[:, : self.share_SE.shape[1]], holds[: self.share_SE.shape[1]]
+        _, _, local_EG = alternate_held(
+            self.share_SE, self.experts_Sk, load_FE, holds, self.capacity, 0.0, self.target, 1
+        )
+        return traffic_between(local_EG, expected_loads(local_EG, load_FE, holds)[0])
 
 
 def shuffled(items: NDArray[np.int64], share: float, rng: np.random.Generator) -> NDArray[np.int64]:
