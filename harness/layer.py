@@ -10,6 +10,7 @@
     dp          x_nH: this rank's n tokens; routes of those tokens. Returns [n, H].
     tp_*        x_TH: this rank's partial sums of all T tokens in original order; routes of all T tokens, the same on
                 every rank; homes_T: the home of each token (tp_scattered and tp_shuffled). Returns [T, H], equal on all ranks.
+                returns_T (tp_shuffled with a2a_dedup): where each token's outputs are summed, if not at its home.
 
 Phases go to `timer` (harness.timing.PHASES; the all-reduces of tp_replicated count as "srs" and "sag"), counts to
 `transport.counter`. Call `timer.reset()` and `transport.counter.reset()` before a step; afterwards `timer.laps_ns` has
@@ -36,6 +37,7 @@ from semmoe.schedule.priced import priced_owners
 from .dispatchers import Work, local_work, make_dispatcher
 from .reference.experts import run_experts
 from .reference.gate import Gating
+from .rehoming import combine_elsewhere, serving
 from .timing import PhaseTimer
 from .transport.base import Transport
 from .transport.codec import torch_dtype
@@ -123,6 +125,7 @@ class MoELayer:
         homes_T: NDArray[np.integer] | ShufflePlan | HomeScores | None = None,
         residual_TH: Tensor | None = None,
         counts_G: Sequence[int] | None = None,
+        returns_T: NDArray[np.integer] | None = None,
     ) -> LayerOutput:
         """One pass. residual_TH (tp flows): replicated rows, added to the summed input. counts_G (dp): the tokens of
         every rank, where the caller knows them; only allgather_rs would otherwise have to exchange them."""
@@ -137,7 +140,7 @@ class MoELayer:
             return self._replicated(x, routes, residual_TH)
         if homes_T is None:
             raise UserError(f"flow {self.spec.flow} needs the home of every token")
-        return self._scattered(x, routes, homes_T, residual_TH)
+        return self._scattered(x, routes, homes_T, residual_TH, returns_T)
 
     def _scattered(
         self,
@@ -145,6 +148,7 @@ class MoELayer:
         routes: Routes | None,
         homes_T: NDArray[np.integer] | ShufflePlan | HomeScores,
         residual_TH: Tensor | None,
+        returns_T: NDArray[np.integer] | None,
     ) -> LayerOutput:
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         transport, timer = self.transport, self.timer
@@ -156,6 +160,8 @@ class MoELayer:
         timer.lap("srs")
         own = None if routes is None else _rows_of(routes, mine_n)
         timer.lap("permute")
+        if returns_T is not None:
+            return self._rehomed(rows_nH, own, plan, ShufflePlan.from_homes(returns_T, transport.ranks, x_TH.device))
         y_nH, flips, slots_nk = self._moe(rows_nH, own, plan.counts_G)
         carried = None
         if self.spec.carry_expert_ids:
@@ -174,6 +180,28 @@ class MoELayer:
         if isinstance(homes_T, HomeScores):
             homes_T = priced_owners(homes_T.score_TG.cpu().numpy(), homes_T.capacity)
         return ShufflePlan.from_homes(homes_T, self.transport.ranks, device)
+
+    def _rehomed(self, rows_nH: Tensor, own: Routes | None, plan: ShufflePlan, returns: ShufflePlan) -> LayerOutput:
+        """tp_shuffled from the gate on, the combine going to new homes: expert ids first, SAG from the new homes."""
+        transport, timer = self.transport, self.timer
+        if self.spec.dispatcher != "a2a_dedup" or own is None or not own.forced:
+            raise UserError("re-homing in the combine needs dispatcher=a2a_dedup and forced routes")
+        if self.kernels is not None and self.kernels.exchange is not None:
+            raise UserError(
+                "the exchange kernels send outputs back home only; re-home over transport=collective or shared"
+            )
+        assert self._dispatcher is not None
+        slots_nk, weights_nk, flips = self._route(rows_nH, own, home=transport.rank)
+        timer.lap("gate")
+        carried_Tk = transport.sag(slots_nk.to(torch.int16), plan, op="expert_ids").long()
+        timer.lap("sag")
+        work = self._dispatcher.dispatch(rows_nH, slots_nk, weights_nk, plan.counts_G, timer)
+        out_RH = self._run_experts(work)
+        serves_TG = serving(carried_Tk, self.slots_per_rank, transport.ranks)
+        y_nH = combine_elsewhere(out_RH, plan, returns, serves_TG, transport, self.spec, timer)
+        y_TH = transport.sag(y_nH, returns, op="sag")
+        timer.lap("sag")
+        return LayerOutput(y_TH, flips, carried_Tk)
 
     def _replicated(self, x_TH: Tensor, routes: Routes | None, residual_TH: Tensor | None) -> LayerOutput:
         timer = self.timer

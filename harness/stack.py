@@ -36,6 +36,7 @@ class LayerInput:
     routes: Routes
     homes_T: NDArray[np.integer] | None
     mine_n: NDArray[np.int64]
+    returns_T: NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +106,13 @@ class Stack:
             x_TH = self.feed.rows_TH(layer, routed.rows_T[mine_n])
             slots_Tk = torch.from_numpy(routed.slots_TLk[mine_n, layer].astype(np.int64)).to(self.device)
             x = x_TH if dp else x_TH * share
-            inputs.append(LayerInput(x.to(self.device, self.dtype), Routes(slots_Tk), None if dp else homes_T, mine_n))
+            returns_T = None if routed.returns_TL is None else routed.returns_TL[:, layer]
+            x = x.to(self.device, self.dtype)
+            inputs.append(LayerInput(x, Routes(slots_Tk), None if dp else homes_T, mine_n, returns_T))
         return inputs
 
     def forward(self, layer: int, given: LayerInput) -> LayerOutput:
-        return self.layers[layer].forward(given.x, given.routes, given.homes_T)
+        return self.layers[layer].forward(given.x, given.routes, given.homes_T, returns_T=given.returns_T)
 
     def execute(self, inputs: list[LayerInput], barrier_each_layer: bool) -> StepResult:
         """Run all layers once. The barrier before a timed piece is not part of it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,7 @@ POLICY_GROUPS = ("placement", "predictor", "replica_router", "request_scheduler"
 
 
 def list_policies() -> str:
-    """Every option of the policy groups with the first line of its class's docstring."""
-    from hydra.utils import get_class
+    """Every option of the policy groups with a sentence on what it is."""
     from omegaconf import OmegaConf
 
     lines = []
@@ -210,9 +210,19 @@ def list_policies() -> str:
         lines.append(f"{group}=")
         for name in group_options(group):
             target = OmegaConf.select(OmegaConf.load(conf_dir() / group / f"{name}.yaml"), "_target_")
-            about = (get_class(target).__doc__ or "").strip().splitlines()[0] if target else "none"
-            lines.append(f"  {name:18s} {about}")
+            lines.append(f"  {name:18s} {sentence_on(target) if target else 'Nothing of this kind.'}")
     lines.append(
         "your own: GROUP._target_=my_module.MyClass (a class with the protocol's methods in the working directory)"
     )
     return "\n".join(lines)
+
+
+def sentence_on(target: str) -> str:
+    """The first sentence of a class's docstring; of its module's where the class starts with its parameters."""
+    from hydra.utils import get_class
+
+    found = get_class(target)
+    about = " ".join((found.__doc__ or "").split())
+    if not about[:1].isupper():
+        about = " ".join((sys.modules[found.__module__].__doc__ or "").split())
+    return re.split(r"(?<=[.])\s(?=[A-Z])", about, maxsplit=1)[0]

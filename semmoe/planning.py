@@ -34,13 +34,15 @@ class ReplicaRouter(Protocol):
 class RoutedStep:
     """rows_T rows of the trace, homes_TL the home of each token per layer (None: tp_replicated), slots_TLk who serves.
 
-    planning_s: seconds that look-up, homes and slots took on this machine.
+    planning_s: seconds that look-up, homes and slots took on this machine. returns_TL: where the combine sums the outputs
+    of each token (None: at its home).
     """
 
     rows_T: NDArray[np.int64]
     homes_TL: NDArray[np.integer] | None
     slots_TLk: NDArray[np.integer]
     planning_s: float = 0.0
+    returns_TL: NDArray[np.integer] | None = None
 
 
 class StepPlanner:
@@ -65,6 +67,12 @@ class StepPlanner:
             raise UserError(f"placement has {placement.num_layers} layers, the trace {trace.num_layers}")
         if not home_cap >= 1.0:
             raise UserError(f"home_cap={home_cap} must be at least 1")
+        self.rehomes = bool(getattr(token_scheduler, "rehomes", False))
+        if self.rehomes and spec.dispatcher != "a2a_dedup":
+            raise UserError(
+                f"a token scheduler that re-homes needs dispatcher=a2a_dedup (got {spec.dispatcher}): only there are a "
+                "token's outputs summed on each rank before they travel"
+            )
         self.trace, self.placement, self.spec = trace, placement, spec
         self.token_scheduler, self.predictor, self.replica_router = token_scheduler, predictor, replica_router
         self.home_cap, self.ranks = home_cap, placement.ep_size
@@ -78,7 +86,8 @@ class StepPlanner:
         start = time.perf_counter()
         homes_TL = self._homes(rows_T, queue_T)
         slots_TLk = self._slots(rows_T, homes_TL)
-        return RoutedStep(rows_T, homes_TL, slots_TLk, time.perf_counter() - start)
+        returns_TL = self._returns(slots_TLk, homes_TL) if self.rehomes and homes_TL is not None else None
+        return RoutedStep(rows_T, homes_TL, slots_TLk, time.perf_counter() - start, returns_TL)
 
     def _homes(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> NDArray[np.integer] | None:
         tokens, layers = len(rows_T), self.trace.num_layers
@@ -106,6 +115,18 @@ class StepPlanner:
                 score_TG, _ = self.predictor.scores(token_ids_T, layer, history, self.placement)
             homes_TL[:, layer] = self.token_scheduler.homes(score_TG, capacity).owner_T
         return homes_TL
+
+    def _returns(self, slots_TLk: NDArray[np.integer], homes_TL: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Where each token's outputs are summed, decided on the actual experts."""
+        scheduler: Any = self.token_scheduler
+        rank_TLk = slots_TLk // self.placement.slots_per_rank
+        capacity = capacity_of(len(slots_TLk), self.ranks, self.home_cap)
+        returns_TL = np.empty_like(homes_TL)
+        for layer in range(slots_TLk.shape[1]):
+            serves_TG = np.zeros((len(slots_TLk), self.ranks), dtype=bool)
+            np.put_along_axis(serves_TG, rank_TLk[:, layer].astype(np.int64), True, axis=1)
+            returns_TL[:, layer] = scheduler.returns(serves_TG, homes_TL[:, layer], capacity)
+        return returns_TL
 
     def _history(self, rows_T: NDArray[np.int64], layer: int) -> NDArray[np.integer] | None:
         """Actual experts of the layers before, newest first (-1 absent): carried beside the all-gather.

@@ -178,7 +178,15 @@ class Recipe:
         for rows_T in batches(trace, batch_tokens, composition, max_batches, self.seed):
             routed = planner.route(rows_T, None if rank_R is None else rank_R[trace.request_T[rows_T]])
             meter.add(
-                count_traffic(routed.slots_TLk, routed.homes_TL, self.slots, self.ep_size, self.spec, self.wiring)
+                count_traffic(
+                    routed.slots_TLk,
+                    routed.homes_TL,
+                    self.slots,
+                    self.ep_size,
+                    self.spec,
+                    self.wiring,
+                    routed.returns_TL,
+                )
             )
         return meter
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dispatch import METADATA_BYTES, DispatchSpec
+from .errors import UserError
 from .ports import Ports, relayed_ports, straight_ports
 from .wiring import Int, Wiring
 
@@ -175,11 +176,13 @@ def count_traffic(
     ep_size: int,
     spec: DispatchSpec,
     wiring: Wiring | None = None,
+    returns_TL: NDArray[np.integer] | None = None,
 ) -> Traffic:
     """Traffic of T tokens whose choices are served by `slots_TLk`, with the token at home `homes_TL` per layer.
 
     homes_TL may be [T] (one home for all layers) or None for tp_replicated. T = 0 is a batch of idle ranks. wiring: of
     several nodes, between which rows that several ranks need cross once; over many ranks ports stand for pairs then.
+    returns_TL: where the combine sums each token's outputs (a2a_dedup in tp_shuffled; None: at its home).
     """
     tokens, layers, _ = slots_TLk.shape
     if (homes_TL is None) != (spec.flow == "tp_replicated"):
@@ -194,20 +197,51 @@ def count_traffic(
     homes = np.broadcast_to(homes_TL[:, None], (tokens, layers)) if homes_TL.ndim == 1 else homes_TL
     homes = np.ascontiguousarray(homes)
     if wiring is not None and wiring.wide:
+        if returns_TL is not None:
+            raise UserError(f"re-homing in the combine is not counted over {ep_size} ranks; use fewer ranks")
         from .wide import count_wide
 
         return count_wide(slots_TLk, homes, num_slots, ep_size, spec, wiring)
     homes_LG, assigned, rank_pairs, active = count_pairs_numba(slots_TLk, homes, num_slots, ep_size)
     traffic = Traffic(homes_LG, assigned, rank_pairs, assigned.sum(axis=1), active, tokens=tokens)
     if wiring is None or wiring.nodes == 1:
-        return with_collectives(traffic, spec)
+        traffic = with_collectives(traffic, spec)
+        return traffic if returns_TL is None else rehomed(traffic, slots_TLk, returns_TL, num_slots, spec)
     copies = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, wiring.nodes))  # every row to every node once
     served = None
     if spec.dispatcher == "allgather_rs":
         served = copies
     elif spec.dispatcher == "a2a_dedup":
         served = node_copies(slots_TLk, homes, num_slots, ep_size, wiring.ranks_per_node)
-    return with_collectives(traffic, spec, copies, served)
+    traffic = with_collectives(traffic, spec, copies, served)
+    return traffic if returns_TL is None else rehomed(traffic, slots_TLk, returns_TL, num_slots, spec, wiring)
+
+
+def rehomed(
+    traffic: Traffic,
+    slots_TLk: NDArray[np.integer],
+    returns_TL: NDArray[np.integer],
+    num_slots: int,
+    spec: DispatchSpec,
+    wiring: Wiring | None = None,
+) -> Traffic:
+    """The traffic when outputs are summed at `returns_TL` instead of the homes (schedule/rehome.py).
+
+    Expert ids go out right after the gate, each serving rank sends its sum of a token to the new home, and the SAG
+    leaves from there.
+    """
+    returns = np.ascontiguousarray(returns_TL)
+    returns_LG, _, served, _ = count_pairs_numba(slots_TLk, returns, num_slots, traffic.ep_size)
+    before, dispatch, combine, after = traffic.collectives[:4]
+    ids = replace(after, op="expert_ids", row_bytes=spec.top_k * 2.0)  # from the homes
+    gathered = sums = None
+    if wiring is not None:
+        gathered = np.broadcast_to(returns_LG[:, :, None], (*returns_LG.shape, wiring.nodes))
+        sums = node_copies(slots_TLk, returns, num_slots, traffic.ep_size, wiring.ranks_per_node)
+    outward = np.repeat(returns_LG[:, :, None], traffic.ep_size, axis=2)
+    combine = replace(combine, rows_LGG=np.ascontiguousarray(served.swapaxes(1, 2)), copies_LGN=sums)
+    after = replace(after, rows_LGG=outward, copies_LGN=gathered)
+    return replace(traffic, collectives=(before, ids, dispatch, combine, after))
 
 
 def with_collectives(

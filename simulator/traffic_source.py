@@ -48,7 +48,7 @@ class TracedTraffic:
     def of_rows(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> Traffic:
         routed = self.planner.route(rows_T, queue_T)
         shape = (self._slots, self.planner.ranks)
-        return count_traffic(routed.slots_TLk, routed.homes_TL, *shape, self.spec, self.wiring)
+        return count_traffic(routed.slots_TLk, routed.homes_TL, *shape, self.spec, self.wiring, routed.returns_TL)
 
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic:
         return self.of_rows(*step.token_rows(tokens))
@@ -84,7 +84,9 @@ class ExpectedTraffic:
         for begin in range(0, train.num_tokens, BATCH):
             rows_T = np.arange(begin, min(begin + BATCH, train.num_tokens))
             routed = planner.route(rows_T, None if rank_R is None else rank_R[train.request_T[rows_T]])
-            traffic = count_traffic(routed.slots_TLk, routed.homes_TL, slots, ranks, self.spec, wiring)
+            traffic = count_traffic(
+                routed.slots_TLk, routed.homes_TL, slots, ranks, self.spec, wiring, routed.returns_TL
+            )
             homes_TL = np.zeros((len(rows_T), layers), np.int64) if self._homeless else routed.homes_TL
             add_hits(routed.slots_TLk, homes_TL, hits_LSP)
             homes_LS += len(rows_T) if self._homeless else traffic.homes_LG

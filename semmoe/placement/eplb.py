@@ -17,7 +17,9 @@ from .base import Placement, PlacementProblem
 
 
 class Eplb:
-    """hierarchical: "auto" (groups to nodes where the model's n_group allows it), "always" or "never".
+    """DeepSeek's load balancer: hot experts replicated, copies packed so that ranks carry equal load.
+
+    hierarchical: "auto" (groups to nodes where the model's n_group allows it), "always" or "never".
 
     distinct_ranks: never two copies of an expert on one rank (they would serve no purpose); the published algorithm
     allows it. Nodes come from the cluster: ep_size / ranks_per_node, 1 if that is no whole number.
@@ -47,9 +49,15 @@ def rebalance(
 ) -> NDArray[np.int32]:
     """physical_to_logical_LP [L, slots] for loads [L, E]; hierarchical if nodes divide groups, else global.
 
-    UserError where the sizes do not divide: E by groups, slots by ranks, ranks by nodes.
+    UserError where the sizes do not divide: E by groups, slots by ranks, ranks by nodes; or a load is no count.
     """
     experts = load_LE.shape[1]
+    wrong = np.argwhere(~np.isfinite(load_LE) | (load_LE < 0))
+    if len(wrong):
+        layer, expert = (int(i) for i in wrong[0])
+        raise UserError(
+            f"EPLB: load of layer {layer}, expert {expert} is {load_LE[layer, expert]}; it must be finite and not negative"
+        )
     if groups % nodes:
         groups = nodes = 1
     if experts % groups or slots % ranks or ranks % nodes or slots < experts:

@@ -31,7 +31,7 @@ from .sem_moe_polish import best_experts, objective, polished
 
 
 class SemMoe:
-    """The paper's Algorithm 1 with its gaps filled in (see the module), best of `restarts` starts by its objective.
+    """The paper's Algorithm 1 with its gaps filled in, the best of several starts by its objective.
 
     polish: also exchange requests and re-assign experts exactly while the objective falls, and let every second start
     skip the greedy steps; without it this is Algorithm 1 alone, often far from the optimum of its own objective.

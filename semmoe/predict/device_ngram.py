@@ -19,8 +19,9 @@ from .base import quantise
 
 
 class DeviceNgram:
-    """Share of each rank given the devices of the last `lookback` layers (2 in the paper); pseudo: weight of the
-    marginal in a row, in tokens."""
+    """Share of each rank given the devices of the last `lookback` layers (2 in the paper).
+
+    pseudo: weight of the marginal in a row, in tokens."""
 
     def __init__(self, lookback: int = 2, pseudo: float = 5.0) -> None:
         if lookback < 1:

@@ -31,7 +31,10 @@ class _RankTables:
 
 
 class TokenTable(ExpertPredictor):
-    """Predictor from the token id alone. kappa: weight of the marginal, in tokens; embedding: see vocabulary.py."""
+    """How often each token id activated each expert in training, smoothed towards the mean token.
+
+    kappa: weight of the marginal, in tokens; embedding: see vocabulary.py.
+    """
 
     lookback = 0
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class SemanticRequest:
-    """load: "requests" counts running and waiting requests; "tokens" counts queued and KV tokens, in units of the mean
+    """The rank of the highest score among those within `slack` of the least loaded.
+
+    load: "requests" counts running and waiting requests; "tokens" counts queued and KV tokens, in units of the mean
     length of the prompts at hand (so that `slack` is in requests either way).
 
     slack: how many requests above the least loaded rank (one request) or above the mean level (a window) are allowed;

@@ -32,7 +32,7 @@ LAST_RESORT = 64.0  # above any sum of the other terms that is not itself absurd
 
 
 class Windowed:
-    """Exact assignment of the waiting requests: affinity minus load and KV pressure within a slack; see the module.
+    """Exact assignment of the waiting requests: affinity minus load and KV pressure, within a slack.
 
     window: requests assigned together (0: all that wait). load: "requests" or "tokens" (queued and cached tokens in
     units of the mean prompt at hand; a prompt counts less the tokens that the rank has cached).

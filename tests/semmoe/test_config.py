@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -58,6 +59,11 @@ def test_policies_are_listed_with_what_they_do():
     text = list_policies()
     for word in ("contiguous", "semantic", "eplb", "round_robin", "token_table"):
         assert word in text
+    entries = [line for line in text.splitlines() if line.startswith("  ")]
+    for entry in entries:
+        about = entry[2:].split(None, 1)[1]
+        assert about[0].isupper() and about.endswith("."), entry
+        assert not re.match(r"[a-z_]+:", about), f"{entry}: a parameter, not what the policy is"
 
 
 def test_a_synthetic_trace_takes_its_shape_from_a_hugging_face_file(tmp_path):
