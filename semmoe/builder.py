@@ -156,6 +156,9 @@ def _axes(
 ) -> dict[str, Any]:
     """All that makes the configuration what it is, and nothing that only one backend knows (DESIGN section 7)."""
     spec, flow = recipe.spec, recipe.spec.flow
+    work = workload_axes(cfg["workload"])
+    if flow != "dp" or not work.get("head_tokens"):
+        work.pop("head_tokens", None)
     axes = {
         "model": model.name,
         "cluster": cluster.name,
@@ -170,7 +173,7 @@ def _axes(
         "combine_dtype": spec.combine_dtype,
         "placement": cfg["placement"],
         "predictor": cfg["predictor"],
-        "workload": workload_axes(cfg["workload"]),
+        "workload": work,
         "scope": cfg["scope"],
     }
     if cfg["routing"] != "traced":

@@ -104,6 +104,10 @@ def _columns() -> dict[str, Column]:
         "node_bytes": Column("float", "payload bytes inside a node (relayed ones too), all steps"),
         "nic_bytes": Column("float", "payload bytes between nodes, all steps"),
         "spine_bytes": Column("float", "those of them that leave their leaf switch, all steps"),
+        "kv_moved_bytes": Column(
+            "float", "KV cache that moved because requests were re-homed after their head (0: none did)"
+        ),
+        "kv_move_ms": Column("float", "the move of one re-homed request alone on its link, mean (0: none moved)"),
         "metadata_bytes": Column("float", "slot ids and gate weights that travelled, all steps"),
         "route_flips": Column("float", "share of (token, layer) whose free gate differs from the trace (harness)"),
         "output_error": Column("float", "relative norm against the single-process reference (harness)"),

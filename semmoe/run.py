@@ -81,16 +81,44 @@ class Run:
 
     @cached_property
     def request_rank_R(self) -> NDArray[np.int64] | None:
-        """Rank of every held-out request in a batches workload of flow dp."""
-        return self.recipe.request_ranks(self.fitted, self.heldout) if self.spec.flow == "dp" else None
+        """Rank of every held-out request in a batches workload of flow dp, after its head where one is measured."""
+        if self.spec.flow != "dp":
+            return None
+        return self.recipe.request_ranks(self.fitted, self.heldout, self.head_tokens)
+
+    @property
+    def head_tokens(self) -> int:
+        """Tokens that a request runs before it is re-homed (batches, dp); 0: it is not."""
+        return int(self.cfg["workload"].get("head_tokens") or 0)
+
+    @cached_property
+    def home_T(self) -> NDArray[np.int64] | None:
+        """Rank of every held-out token in flow dp: heads where round robin put the request, the rest where it went."""
+        if self.request_rank_R is None:
+            return None
+        trace = self.heldout
+        place_T = np.arange(trace.num_tokens) - trace.request_offset_R1[trace.request_T]
+        arrival_R = np.arange(trace.num_requests) % self.ep_size
+        home_T = np.where(place_T < self.head_tokens, arrival_R[trace.request_T], self.request_rank_R[trace.request_T])
+        return np.asarray(home_T)
+
+    @cached_property
+    def kv_moves_M3(self) -> NDArray[np.int64]:
+        """(source rank, destination rank, tokens) of every request whose head's KV cache moves when it is re-homed."""
+        if not self.head_tokens or self.request_rank_R is None:
+            return np.zeros((0, 3), dtype=np.int64)
+        arrival_R = np.arange(self.heldout.num_requests) % self.ep_size
+        head_R = np.minimum(self.head_tokens, self.heldout.length_R)
+        goes_on_R = self.heldout.length_R > self.head_tokens  # a request that ends in its head needs no other home
+        moves = np.stack([arrival_R, self.request_rank_R, head_R], axis=1)
+        return moves[goes_on_R & (arrival_R != self.request_rank_R)]
 
     def batch_steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
         """(rows of the held-out trace, home rank of each row or None) of every batch of a batches workload."""
         work = self.cfg["workload"]
         seed = int(self.cfg["seed"])
         for rows_T in batches(self.heldout, work["batch_tokens"], work["composition"], work["max_batches"], seed):
-            ranks = self.request_rank_R
-            yield rows_T, None if ranks is None else ranks[self.heldout.request_T[rows_T]]
+            yield rows_T, None if self.home_T is None else self.home_T[rows_T]
 
     @cached_property
     def workload(self) -> Workload:

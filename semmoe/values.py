@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "measure.timeout_s": POSITIVE,
     "workload.kind": among("batches", "serve"),
     "workload.batch_tokens": whole(1),
+    "workload.head_tokens": whole(0),
     "workload.composition": among("shuffled", "sequential"),
     "workload.max_batches": or_null(whole(1)),
     "workload.num_requests": or_null(whole(1)),

@@ -22,6 +22,7 @@ from .cost.model import CostModel
 from .disaggregated import Disaggregated, simulate_disaggregated
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
 from .kv_link import KvLink
+from .kv_move import kv_move_columns
 from .timeline_trace import KEPT_STEPS, step_timeline
 from .traffic_source import ExpectedTraffic
 
@@ -37,6 +38,7 @@ def simulate(run: Run) -> dict[str, Any]:
         timers = [timer]
         if run.kind == "batches":
             simulate_batches(run.batch_steps(), timer, show=True)
+            row |= kv_move_columns(run) if run.spec.flow == "dp" else {}
         else:
             log = load_log(run)
             replay(log.plans, log.tokens, run.ep_size if run.spec.flow == "dp" else 1, timer)

@@ -73,6 +73,8 @@ class ExpectedTraffic:
         """planner: over the training part; rank_R: rank of each of its requests where the flow has one (dp)."""
         if wiring.wide:
             raise UserError(f"routing=expected knows rates of pairs, not of {wiring.ranks} ranks; use routing=traced")
+        if planner.rehomes:
+            raise UserError("routing=expected does not know where re-homed outputs return; use routing=traced")
         self.spec, self.wiring, self.ranks = planner.spec, wiring, planner.ranks
         self._dp, self._homeless = rank_R is not None, planner.spec.flow == "tp_replicated"
         train, slots = planner.trace, planner.placement.num_slots
@@ -84,9 +86,7 @@ class ExpectedTraffic:
         for begin in range(0, train.num_tokens, BATCH):
             rows_T = np.arange(begin, min(begin + BATCH, train.num_tokens))
             routed = planner.route(rows_T, None if rank_R is None else rank_R[train.request_T[rows_T]])
-            traffic = count_traffic(
-                routed.slots_TLk, routed.homes_TL, slots, ranks, self.spec, wiring, routed.returns_TL
-            )
+            traffic = count_traffic(routed.slots_TLk, routed.homes_TL, slots, ranks, self.spec, wiring)
             homes_TL = np.zeros((len(rows_T), layers), np.int64) if self._homeless else routed.homes_TL
             add_hits(routed.slots_TLk, homes_TL, hits_LSP)
             homes_LS += len(rows_T) if self._homeless else traffic.homes_LG

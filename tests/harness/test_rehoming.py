@@ -65,7 +65,7 @@ def test_outputs_are_those_of_the_old_home_and_traffic_that_of_the_routes(tokens
     plain = run_virtual(RANKS, lambda t: execute(t, Semantic(), tokens))
     moved = run_virtual(RANKS, lambda t: execute(t, Rehome(), tokens))
     _, routed = step(Rehome(), tokens)
-    wanted = count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, routed.returns_TL)
+    wanted = count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, returns_TL=routed.returns_TL)
     for (ys, _), (zs, counted) in zip(plain, moved, strict=True):
         for y, z in zip(ys, zs, strict=True):
             assert torch.allclose(y, z, atol=1e-4)
@@ -76,10 +76,10 @@ def test_a_wrong_new_home_of_one_token_is_seen() -> None:
     """Negative control: the ranks sum one token elsewhere than the plan says."""
     _, routed = step(Rehome(), 61)
     assert routed.returns_TL is not None
-    wanted = count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, routed.returns_TL)
+    wanted = count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, returns_TL=routed.returns_TL)
     other = routed.returns_TL.copy()
     other[0, 0] = (other[0, 0] + 1) % RANKS
-    assert differences(count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, other), wanted)
+    assert differences(count_traffic(routed.slots_TLk, routed.homes_TL, SLOTS, RANKS, SPEC, returns_TL=other), wanted)
 
 
 def test_free_gating_and_other_dispatchers_are_refused() -> None:

@@ -27,13 +27,13 @@ def traffic_of(scheduler: object, tokens: int = 100) -> Traffic:
     table = np.tile(np.arange(8, dtype=np.int32), (trace.num_layers, 1))
     placement = Placement(table, RANKS, tuple(trace.layer_ids_L), 8)
     step = StepPlanner(trace, placement, spec, scheduler, home_cap=1.1).route(np.arange(tokens), None)  # type: ignore[arg-type]
-    return count_traffic(step.slots_TLk, step.homes_TL, 8, RANKS, spec, step.returns_TL)
+    return count_traffic(step.slots_TLk, step.homes_TL, 8, RANKS, spec, returns_TL=step.returns_TL)
 
 
 def test_worked_example_of_the_docstring() -> None:
     slots, homes = np.array([[[2, 3]]]), np.array([[0]])  # two slots a rank: both experts on rank 1
     spec = spec_of("a2a_dedup")
-    back, forth = (count_traffic(slots, homes, 8, RANKS, spec, r) for r in (None, np.array([[1]])))
+    back, forth = (count_traffic(slots, homes, 8, RANKS, spec, returns_TL=r) for r in (None, np.array([[1]])))
     rows = {c.op: c.remote_rows_LGG().sum() for c in back.collectives if c.rows_LGG is not None}
     assert rows == {"srs": 3, "dispatch": 1, "combine": 1, "sag": 3, "expert_ids": 3}
     again = {c.op: c.remote_rows_LGG().sum() for c in forth.collectives if c.rows_LGG is not None}
