@@ -30,4 +30,5 @@ def price_moves(
     """
     link = KvLink(cluster, model, 0, cluster.ranks)
     ms_M = [link.time_ms(int(tokens), int(source), int(target)) for source, target, tokens in moves_M3]
-    return moves_M3[:, 2] * model.kv_bytes_per_token, np.array(ms_M)
+    bytes_M = moves_M3[:, 2].astype(np.float64) * model.kv_bytes_per_token
+    return bytes_M, np.array(ms_M, dtype=np.float64)

@@ -92,14 +92,15 @@ def spectral_groups(
     _, vectors = np.linalg.eigh(weight_EE * scale_E[:, None] * scale_E[None, :])
     place_ED = vectors[:, -groups:]
     place_ED = place_ED / np.maximum(np.linalg.norm(place_ED, axis=1, keepdims=True), 1e-12)
-    centre_GD = place_ED[np.random.default_rng(seed).choice(experts, size=groups, replace=False)]
+    centre_GD = place_ED[np.random.default_rng(seed).choice(experts, size=groups, replace=experts < groups)]
     group_E = np.full(experts, -1, dtype=np.int64)
     for _ in range(20):
         fresh_E = bounded(np.rint(place_ED @ centre_GD.T * (1 << 24)).astype(np.int64), fewest, most)
         if np.array_equal(fresh_E, group_E):
             break
         group_E = fresh_E
-        centre_GD = np.stack([place_ED[group_E == g].mean(axis=0) for g in range(groups)])
+        for g in np.unique(group_E):
+            centre_GD[g] = place_ED[group_E == g].mean(axis=0)
     return group_E
 
 
