@@ -56,8 +56,8 @@ class RunBuilder:
         recipe = self._recipe(cfg, model, cluster, ep_size)
         train, heldout = self._cached(
             "split",
-            [cfg["trace"], cfg["train_fraction"], cfg["seed"]],
-            lambda: trace.split(float(cfg["train_fraction"]), int(cfg["seed"])),
+            [cfg["trace"], cfg["train_fraction"], cfg["split"], cfg["seed"]],
+            lambda: trace.split(float(cfg["train_fraction"]), int(cfg["seed"]), str(cfg["split"])),
         )
         key = _fit_key(cfg, ep_size, recipe)
         fitted = self._cached("fit", key, lambda: recipe.fit(train))
@@ -133,6 +133,7 @@ def _fit_key(cfg: dict[str, Any], ep_size: int, recipe: Recipe) -> list[Any]:
     return [
         cfg["trace"],
         cfg["train_fraction"],
+        cfg["split"],
         cfg["seed"],
         cfg["model"],
         cfg["placement"],
@@ -178,6 +179,10 @@ def _axes(
     }
     if cfg["routing"] != "traced":
         axes["routing"] = cfg["routing"]
+    if cfg["split"] != "random":
+        axes["split"] = cfg["split"]
+    if cfg["replacement"]["every_steps"]:
+        axes["replacement"] = cfg["replacement"]
     if cfg["model_scale"] != 1:
         axes["model_scale"] = cfg["model_scale"]
     if recipe.slots > model.num_experts:

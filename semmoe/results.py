@@ -142,6 +142,13 @@ def _columns() -> dict[str, Column]:
         "prefix_hit_rate": Column(
             "float", "prompt tokens whose KV the request's rank held already / all prompt tokens"
         ),
+        "replacements": Column("int", "re-placements at run time (replacement.every_steps)"),
+        "migration_node_bytes": Column("float", "expert weights that moved inside nodes, all re-placements"),
+        "migration_nic_bytes": Column("float", "expert weights that moved between nodes, all re-placements"),
+        "replacement_stall_ms": Column("float", "time that steps waited for weights, all re-placements"),
+        "replacement_gain_ms": Column("float", "mean gain of a later step over the first placement, stalls apart"),
+        "replacement_net_ms": Column("float", "all gains less all stalls: above 0, re-placement paid"),
+        "break_even_steps": Column("float", "steps whose gain makes up for one re-placement's stall; null: no gain"),
         "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
         "step_timeline": Column(
             "str", "one step's first MoE layers by phase and rank (simulator): JSON, timeline_trace.py"

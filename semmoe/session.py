@@ -109,6 +109,8 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Pro
     builder, runs = RunBuilder(), dict[Path, Run]()
     configs = compose_all(overrides, multirun)
     for config in configs:
+        if backend == "harness" and config["replacement"]["every_steps"]:
+            raise UserError("replacement.every_steps is for simulate only; measure keeps one placement: set it to 0")
         if config["replay"] and not Path(config["replay"]).is_dir():
             raise UserError(
                 f"replay={config['replay']}: no such run; give the folder of a measured run (results/runs/NAME)"

@@ -122,21 +122,28 @@ class RoutingTrace:
             gate_weight_TLk=None if self.gate_weight_TLk is None else self.gate_weight_TLk[tokens],
         )
 
-    def split(self, train_fraction: float = 0.5, seed: int = 0) -> tuple[RoutingTrace, RoutingTrace]:
-        """(training, held-out) parts by request, seeded, each domain divided in the same proportion."""
+    def split(
+        self, train_fraction: float = 0.5, seed: int = 0, by: str = "random"
+    ) -> tuple[RoutingTrace, RoutingTrace]:
+        """(training, held-out) parts by request: seeded, each domain divided in the same proportion; or by "time", the
+        first requests and the others."""
         if not 0.0 < train_fraction < 1.0:
             raise UserError(f"train_fraction={train_fraction} must lie strictly between 0 and 1")
         if self.num_requests < 2:
             raise UserError(
                 f"{self.path}: {self.num_requests} request cannot be split into training and held-out parts"
             )
+        cut = int(np.clip(round(train_fraction * self.num_requests), 1, self.num_requests - 1))
+        if by == "time":
+            return self.select(np.arange(cut)), self.select(np.arange(cut, self.num_requests))
+        if by != "random":
+            raise UserError(f"split='{by}' must be random or time")
         rng = np.random.default_rng(seed)
         rank_R = np.empty(self.num_requests)
         for domain in np.unique(self.domain_R):
             members = np.flatnonzero(self.domain_R == domain)
             rank_R[rng.permutation(members)] = (np.arange(len(members)) + rng.random()) / len(members)
         order = np.argsort(rank_R, kind="stable")
-        cut = int(np.clip(round(train_fraction * self.num_requests), 1, self.num_requests - 1))
         return self.select(np.sort(order[:cut])), self.select(np.sort(order[cut:]))
 
     def save(self, path: str | Path) -> None:

@@ -23,6 +23,7 @@ from .disaggregated import Disaggregated, simulate_disaggregated
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
 from .kv_link import KvLink
 from .kv_move import kv_move_columns
+from .replacement import Replacing, ReplacingTimer
 from .timeline_trace import KEPT_STEPS, step_timeline
 from .traffic_source import ExpectedTraffic
 
@@ -43,6 +44,9 @@ def simulate(run: Run) -> dict[str, Any]:
             log = load_log(run)
             replay(log.plans, log.tokens, run.ep_size if run.spec.flow == "dp" else 1, timer)
             row["steps_file"] = step_log_path(run.cfg["replay"], run.config_id, run.repeat).name
+    for timer in timers:
+        if isinstance(timer, ReplacingTimer):
+            row |= timer.columns()
     timelines = [timer.timeline for timer in timers]
     row |= pooled([locality_columns(timeline.meter, "replayed") for timeline in timelines])
     row |= {"provenance": told(timers, run), "step_timeline": step_timeline(timelines[-1], timers[-1].cost)}
@@ -79,9 +83,26 @@ def step_timer(run: Run) -> StepTimer:
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity = str(run.cfg["cost"]["fidelity"])
     cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
+    replacing = Replacing(**run.cfg["replacement"])
+    if replacing.every_steps:
+        return replacing_timer(run, cost, replacing, full_model)
     overlap = run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"])
     source = expected_traffic(run, cost) if run.cfg["routing"] == "expected" else None
     timer = StepTimer(run.planner(), cost, run.meter(), full_model, run.kind == "batches", overlap, source)
+    timer.timeline.keep_traffic = KEPT_STEPS
+    return timer
+
+
+def replacing_timer(run: Run, cost: CostModel, replacing: Replacing, full_model: bool) -> ReplacingTimer:
+    """A timer that places anew on the way. UserError beside options that it does not go with."""
+    others = {
+        "routing=expected": run.cfg["routing"] == "expected",
+        "serving.two_batch_overlap": run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"]),
+        "pools for prefill and decode": run.pools is not None,
+    }
+    for words in (words for words, set_ in others.items() if set_):
+        raise UserError(f"replacement.every_steps does not go with {words}; set it to 0 or leave that")
+    timer = ReplacingTimer(run, cost, replacing, full_model)
     timer.timeline.keep_traffic = KEPT_STEPS
     return timer
 

@@ -50,6 +50,8 @@ def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
     Presets hold nccl-tests' four; a calibration may add what it measured through the harness's own transport, under
     the dispatcher ("dispatch.a2a_dedup") or the transport's operation ("gather_rows", "dispatch_slots", "srs").
     """
+    if op == "migration":
+        return ("alltoall",)
     if op not in ("dispatch", "combine"):
         return (op, NCCL_OP.get(op, op))
     outward = op == "dispatch"
@@ -99,6 +101,13 @@ class CollectiveCost:
                 time = self._pairs_us(collective, traffic)
             times[phase] = times[phase] + time if phase in times else time
         return times
+
+    def exchange_us(self, c: Collective) -> float:
+        """Microseconds of one exchange that carries no tokens (weights on the move), over all its layers."""
+        none_LG = np.zeros((1, self.ranks), dtype=np.int64)
+        pairs_LGG = np.zeros((1, 0, 0), dtype=np.int64)
+        nothing = Traffic(none_LG, pairs_LGG, pairs_LGG, none_LG, none_LG)
+        return float(self._pairs_us(c, nothing).sum())
 
     def _merged(self, traffic: Traffic) -> list[Collective]:
         """Expert ids travel beside the all-gather of the rows: one collective of wider rows."""

@@ -180,3 +180,12 @@ def test_a_plain_array_is_no_trace(tmp_path):
     np.save(tmp_path / "plain.npy", np.arange(5))
     with pytest.raises(UserError, match=r"plain\.npy: not a readable \.npz trace"):
         RoutingTrace.load(tmp_path / "plain.npy")
+
+
+def test_a_split_by_time_trains_on_the_first_requests():
+    trace = make_trace()
+    train, later = trace.split(0.25, by="time")
+    assert (train.num_requests, later.num_requests) == (3, 9)
+    assert (np.concatenate([train.experts_TLk, later.experts_TLk]) == trace.experts_TLk).all()
+    with pytest.raises(UserError, match="random or time"):
+        trace.split(0.25, by="date")
