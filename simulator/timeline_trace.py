@@ -63,9 +63,7 @@ def trace_events(timeline: Timeline, cost: CostModel) -> list[dict[str, Any]]:
 def _step(timeline: Timeline, cost: CostModel, index: int) -> Iterator[dict[str, Any]]:
     times, traffic, start_ms = timeline.steps[index], timeline.traffic[index], timeline.start_ms[index]
     plan = timeline.plans[index] if index < len(timeline.plans) else None
-    yield _counter(
-        "LAR", start_ms, float(traffic.local_assignments_L().sum() / max(traffic.assignments_L().sum(), 1))
-    )
+    yield _counter("LAR", start_ms, float(traffic.local_assignments_L().sum() / max(traffic.assignments_L().sum(), 1)))
     if plan is not None:
         yield _counter("running requests", start_ms, len(plan.request_N))
     now = start_ms
