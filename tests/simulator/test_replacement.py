@@ -51,7 +51,7 @@ def replaced(*overrides: str) -> ReplacingTimer:
 
 
 def test_a_drift_is_followed_and_every_figure_is_in_its_place():
-    timer = replaced("placement=semantic")
+    timer = replaced("placement=load_balanced")
     columns = timer.columns()
     layers_ms = sum(times.layer_ms_L.sum() for times in timer.timeline.steps)
     assert timer.timeline.phase_ms("step").sum() == pytest.approx(layers_ms + columns["replacement_stall_ms"])
@@ -63,9 +63,10 @@ def test_a_drift_is_followed_and_every_figure_is_in_its_place():
 
 
 def test_hidden_weights_do_not_stall():
-    timer = replaced("placement=semantic", "replacement.overlap=1.0")
+    timer = replaced("placement=load_balanced", "replacement.overlap=1.0")
     assert (
-        timer.columns()["replacement_stall_ms"] == 0 and timer.node_bytes == replaced("placement=semantic").node_bytes
+        timer.columns()["replacement_stall_ms"] == 0
+        and timer.node_bytes == replaced("placement=load_balanced").node_bytes
     )
 
 
