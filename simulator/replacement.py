@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 from semmoe.migration import aligned, moved_experts_LGG
 from semmoe.recipe import Fitted, Recipe
 from semmoe.run import Run
+from semmoe.stepplan import StepPlan, TokenRows
 from semmoe.trace import RoutingTrace
-from semmoe.traffic import Collective, Traffic, count_traffic
+from semmoe.traffic import Collective, Traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
 from .engine import StepTimer
-from .layer import time_layers
+from .layer import LayerTimes, time_layers
+from .traffic_source import TracedTraffic, TrafficSource
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class ReplacingTimer(StepTimer):
         super().__init__(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
         self.recipe: Recipe = run.recipe
         self.fitted: Fitted = run.fitted
-        self.trace, self.settings, self.first = run.heldout, settings, run.planner()
+        self.trace, self.settings = run.heldout, settings
+        self.first: TrafficSource = TracedTraffic(run.planner(), cost.spec, cost.network.wiring)
+        self._can_run_ahead = False
         self.stalls_ms: list[float] = []
         self.gains_ms: list[float] = []
         self.node_bytes = self.nic_bytes = 0.0
@@ -62,10 +66,17 @@ class ReplacingTimer(StepTimer):
         self.timeline.steps[-1] = replace(times, step_ms=times.step_ms + stall_ms)
         return traffic
 
+    def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
+        load = AttentionLoad.of(step, queues) if self.full_model else None
+        self.run(*step.token_rows(tokens), load)
+        self.timeline.plans.append(step)
+        self.timeline.idle_rank_steps += queues - len(np.unique(step.rank_N))
+        return self.timeline.steps[-1]
+
     def _replace(self) -> float:
         """Fit on what was seen, move, and return the stall in milliseconds."""
         fitted = self.recipe.fit(observed(self.trace, np.concatenate(self._seen)))
-        old, wiring = self.fitted.placement, self._wiring
+        old, wiring = self.fitted.placement, self.cost.network.wiring
         placement = aligned(fitted.placement, old, wiring, per_layer=self.recipe.home == "token")
         moved_GG = moved_experts_LGG(old, placement, wiring).sum(axis=0)
         weights = Collective("migration", self.recipe.model.expert_bytes, moved_GG[None])
@@ -76,16 +87,14 @@ class ReplacingTimer(StepTimer):
         self.stalls_ms.append((1 - self.settings.overlap) * moving_ms)
         self.fitted = replace(fitted, placement=placement)
         self.planner = self.recipe.planner(self.fitted, self.trace)
+        self.source = TracedTraffic(self.planner, self.cost.spec, wiring)
         self._seen = []
         return self.stalls_ms[-1]
 
     def _first_step_ms(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
     ) -> float:
-        routed = self.first.route(rows_T, queue_T)
-        traffic = count_traffic(
-            routed.slots_TLk, routed.homes_TL, self._slots, self._ranks, self.cost.spec, self._wiring
-        )
+        traffic = self.first.of_rows(rows_T, queue_T)
         return time_layers(self.cost, traffic, load, self.barrier_each_layer).step_ms
 
     def columns(self) -> dict[str, float | int | None]:
