@@ -151,6 +151,7 @@ class ClusterSpec:
     stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): semmoe/wiring.py;
     `oversubscription`: capacity of a leaf's NICs over that of its uplinks. `cores` > 0 marks a CPU machine whose ranks
     share that many cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
+    `mixed_decode`: time of decodes that share an attention call with a prefill chunk over their time alone; 1: unknown.
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py), `skew`
     measured weights of the busiest port and hottest pair of an exchange (names and law: harness/skew.py),
     `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
@@ -178,6 +179,7 @@ class ClusterSpec:
     memory_efficiency: float = 0.85
     max_mfu: float = 0.65
     mfu_half_rows: float = 64.0
+    mixed_decode: float = 1.0
     expert_floor_us: float = 30.0
     cores: int = 0
     host_us: dict[str, float] = field(default_factory=dict)

@@ -67,6 +67,7 @@ RULES: dict[str, Rule] = {
     "serving.prefix_block_tokens": whole(0),
     "serving.prefill_ranks": whole(0),
     "cost.allow_roofline": FLAG,
+    "cost.cuda_graphs": among("all", "decode", "none"),
     "cost.fidelity": among("bottleneck", "flow"),
     "slo.ttft_ms": POSITIVE,
     "slo.tpot_ms": POSITIVE,

@@ -81,8 +81,8 @@ def step_timer(run: Run) -> StepTimer:
         attention_tp = 1 if run.spec.flow == "dp" else run.ep_size
         check_fits(run.model, run.cluster, run.recipe.slots // run.ep_size, attention_tp)
     allow = bool(run.cfg["cost"]["allow_roofline"])
-    fidelity = str(run.cfg["cost"]["fidelity"])
-    cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity)
+    fidelity, graphs = str(run.cfg["cost"]["fidelity"]), str(run.cfg["cost"]["cuda_graphs"])
+    cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity, graphs)
     replacing = Replacing(**run.cfg["replacement"])
     if replacing.every_steps:
         return replacing_timer(run, cost, replacing, full_model)

@@ -72,6 +72,8 @@ def time_steps(
     layer_SL = np.sum(list(phases.values()), axis=0).reshape(steps, -1)
     phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}
     step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
+    if load is not None:
+        step_S = np.maximum(step_S, cost.eager_ms(load))
     return [
         LayerTimes(
             {name: ms[s] for name, ms in phases_SL.items()}, float(step_S[s]), float(attention_S[s]), layer_SL[s]

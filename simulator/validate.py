@@ -22,7 +22,7 @@ from semmoe.results import write_atomically
 from .validation.collectives import deepep_rows, nccl_rows
 from .validation.nulls import null_rows
 from .validation.one_file import rows_of_file
-from .validation.operators import attention_rows, moe_rows
+from .validation.operators import attention_rows, mixed_rows, moe_rows
 from .validation.report import anchors_of, judge, table
 from .validation.row import Row
 from .validation.vllm_run import vllm_rows
@@ -72,6 +72,7 @@ def collect(data: Path) -> tuple[list[Row], dict[str, str]]:
         ("fused MoE", ["moe_fused_qwen3_30b_a3b.csv", served[0]], moe_rows),
         ("attention GQA", ["attention_gqa_32q4kv_hd128_bf16.csv"], lambda path: attention_rows("gqa", path)),
         ("attention MLA", ["attention_mla_16heads_bf16.csv"], lambda path: attention_rows("mla", path)),
+        ("attention, mixed", [served[3]], mixed_rows),
         ("vLLM run", ["nccl_intranode.csv", *served], lambda *_: vllm_rows(data)),
         ("null results", [], null_rows),
     ]

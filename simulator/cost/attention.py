@@ -3,7 +3,9 @@
 Projections are dense products by roofline, always. A cluster may hold tables of measured kernels, `attention`: each with
 its kind ("gqa", "mla"), phase ("prefill", "decode"), heads, kv_heads and head_dim, and lists `batch`, `length`, `us`.
 They rule where a rank has just these heads; a rank's prompts are looked up as equal ones with as many (query, key)
-pairs, its decoding sequences at their mean length. Prefill and decode of one step add up.
+pairs, its decoding sequences at their mean length. Prefill and decode of one step add up, decodes
+times `mixed_decode` of the cluster: on the one GPU whose mixed calls are public (RTX PRO 6000, vLLM) adding up falls 28 %
+short on average, for decodes beside a chunk take some 2.5 times as long as alone (results/validate.md).
 
 Roofline: the core of a prefill chunk of c tokens that starts at position s looks at
 c * s + c * (c + 1) / 2 (query, key) pairs; a decode token at KV length n looks at n keys and streams them from memory.
@@ -74,7 +76,7 @@ class AttentionCost:
 
     def __init__(self, cluster: ClusterSpec, model: ModelSpec, attention_tp: int) -> None:
         self.model, self.gemm = model, GemmRoofline(cluster)
-        self.tp = attention_tp
+        self.tp, self._mixed_decode = attention_tp, cluster.mixed_decode
         self._bytes_per_us = cluster.memory_efficiency * cluster.memory_gbps * 1e3
         self._flops_per_us = PREFILL_MFU * cluster.bf16_tflops * 1e6
         self._floor_us = float(cluster.host_us.get("attention", 12.0))
@@ -99,7 +101,8 @@ class AttentionCost:
         projections = self.gemm.time_us(load.tokens_G, self.model.attention_params / self.tp, self.model.weight_dtype)
         busy = load.tokens_G > 0
         decodes = np.where(load.decode_kv_G > 0, load.sequences_G, 0.0) if load.decodes_G is None else load.decodes_G
-        core = self._prefill_us(load, load.sequences_G - decodes) + self._decode_us(load, decodes)
+        prefill, decode = self._prefill_us(load, load.sequences_G - decodes), self._decode_us(load, decodes)
+        core = prefill + decode * np.where((prefill > 0) & (decode > 0), self._mixed_decode, 1.0)
         return np.where(busy, projections + np.maximum(core, self._floor_us), 0.0)
 
     def _prefill_us(self, load: AttentionLoad, prompts_G: Float) -> Float:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.interpolate import PchipInterpolator
 
 from semmoe.errors import UserError
 
@@ -36,6 +35,8 @@ class AttentionTable:
 
     def _line(self, points: Float) -> Float:
         """Log time of one batch size at every tabulated length."""
+        from scipy.interpolate import PchipInterpolator  # slow to import, and needed only where there is a table
+
         x, y, at = np.log(points[:, 1]), np.log(points[:, 2]), self._log_length
         inside = np.clip(at, x[0], x[-1])
         cubic = PchipInterpolator(x, y)(inside) if len(x) > 1 else np.full_like(at, y[0])

@@ -8,7 +8,8 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
                       expert rows + rows sent + rows received
     host_us.plan      fixed part of planning a layer (tp_shuffled)                per_row_ns.plan     per token and layer
     host_us.start     late leaving of the barrier before a timed piece: every layer of fixed batches, every served step
-    host_us.step      fixed part of a forward pass (scope full_model)
+    host_us.step      fixed part of a forward pass (scope full_model), the launch of a CUDA graph included
+    host_us.eager_layer  host time to issue the kernels of one layer without a CUDA graph (scope full_model)
     host_us.attention shortest attention kernel of a layer (scope full_model)
 
 Measured whole-model terms of a rank (scope full_model, attention-DP, the model that the calibration names by
@@ -37,6 +38,10 @@ from .dense import GemmRoofline
 
 Float = NDArray[np.float64]
 LAUNCH_US = 5.0  # one small kernel with its gap, where nothing was measured (aiconfigurator uses 3)
+EAGER_KERNELS = (
+    24  # of one attention block and MoE layer, each LAUNCH_US: what a step takes at least without a CUDA graph
+)
+# vLLM's public run of Qwen3-30B-A3B (simulator/validation/vllm_run.py) shows 55 ms eager over 48 layers: 1,146 us a layer
 PLAN_US = 10.0  # table look-up, assignment and permutation kernels of one layer
 
 
@@ -65,6 +70,12 @@ class HostCost:
         if fixed_us or per_row_ns:
             self.marks.add("assumed")
         return fixed_us, per_row_ns
+
+    def eager_us(self) -> float:
+        """Host time to issue one layer's kernels one by one."""
+        known = "eager_layer" in self.cluster.host_us
+        self.marks.add("fitted" if known else "assumed")
+        return float(self.cluster.host_us["eager_layer"]) if known else EAGER_KERNELS * LAUNCH_US
 
     def gate_us(self, tokens_LG: NDArray[np.integer]) -> Float:
         """Gate of the tokens that each rank scores."""

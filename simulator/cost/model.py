@@ -27,7 +27,8 @@ FIDELITIES = {"bottleneck": CollectiveCost, "flow": FlowCost}
 
 class CostModel:
     """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost. fidelity: of the
-    network, "bottleneck" (busiest link) or "flow" (transfers share links over time, slow).
+    network, "bottleneck" (busiest link) or "flow" (transfers share links over time, slow). cuda_graphs: steps of a full model
+    that run as one: "all", "decode" (those without prefill) or "none"; the others last at least as long as the host issues.
 
     `provenance()` names the sources of everything priced so far.
     """
@@ -41,10 +42,12 @@ class CostModel:
         slots: int | None = None,
         allow_roofline: bool = False,
         fidelity: str = "bottleneck",
+        cuda_graphs: str = "all",
     ) -> None:
         if fidelity not in FIDELITIES:
             raise UserError(f"cost.fidelity='{fidelity}'{nearest(fidelity, FIDELITIES)}; {' or '.join(FIDELITIES)}")
         self.model, self.cluster, self.spec, self.ep_size = model, cluster, spec, ep_size
+        self.cuda_graphs = cuda_graphs
         slots_per_rank = (slots or model.num_experts) // ep_size
         self.network = FIDELITIES[fidelity](cluster, spec, ep_size, slots_per_rank, allow_roofline)
         self.host = HostCost(cluster, model, spec)
@@ -106,6 +109,13 @@ class CostModel:
             return (dense_us + slowest(self._whole.around_us(load), self.cluster.cores)) / 1e3
         head_us = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
         return (dense_us + head_us + float(self.cluster.host_us.get("step", 200.0))) / 1e3
+
+    def eager_ms(self, load: AttentionLoad) -> float:
+        """Milliseconds that a forward pass takes at least: the host's, where it does not run as a CUDA graph."""
+        prefills = bool(load.prefill_pairs_G.any())
+        if self.cuda_graphs == "all" or (self.cuda_graphs == "decode" and not prefills):
+            return 0.0
+        return self.model.num_layers * self.host.eager_us() / 1e3
 
     def provenance(self) -> str:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""

@@ -16,6 +16,7 @@ MOE_COLUMNS = (*MOE_SERIES, "moe_ep_size", "num_tokens", "latency_us")
 ATTENTION_SERIES = ("system", "source", "kernel_source")
 ATTENTION_COLUMNS = (*ATTENTION_SERIES, "phase", "batch_size", "kv_len", "latency_us")
 HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8  # of every row of the fused-MoE file
+MIXED_DECODE = 2.5  # median over the public mixed calls of (time - prefill alone) / decodes alone
 PEAK = {  # memory GB/s and BF16 TFLOPS of the datasheets
     "a100_sxm": (2039.0, 312.0),
     "h100_sxm": (3350.0, 989.0),
@@ -77,6 +78,23 @@ def attention_rows(name: str, path: object) -> list[Row]:
         worst = (100 * error.error.abs()).groupby(error.system).median()
         note = "median by system: " + ", ".join(f"{system} {value:.1f}" for system, value in worst.items())
         rows.append(scored(f"attention.{name}.{word}", f"attention {name.upper()}, {word}", error.error, 5, 0, note))
+    return rows
+
+
+def mixed_rows(path: object) -> list[Row]:
+    """One call with a prefill chunk and decodes, from the calls with either alone: added up, and decodes times a factor."""
+    table = read(path, ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"))
+    chunk, decode = ["prefill_chunk", "kv_prefill"], ["n_decode", "kv_decode"]
+    mean = table.groupby([*chunk, *decode]).time_us.mean().reset_index()
+    both = mean[(mean.prefill_chunk > 0) & (mean.n_decode > 0)]
+    both = both.merge(mean[mean.n_decode == 0][[*chunk, "time_us"]], on=chunk, suffixes=("", "_prefill"))
+    both = both.merge(mean[mean.prefill_chunk == 0][[*decode, "time_us"]], on=decode, suffixes=("", "_decode"))
+    rows = []
+    for factor, word in ((1.0, "added up"), (MIXED_DECODE, f"decodes times {MIXED_DECODE:g}")):
+        error = (both.time_us_prefill + factor * both.time_us_decode) / both.time_us - 1
+        note = f"mean signed error {100 * error.mean():+.0f} %; ClusterSpec.mixed_decode, 1 in the presets"
+        what = f"attention GQA, prefill and decode in one call, {word}, RTX PRO 6000"
+        rows.append(scored(f"attention.mixed.{factor:g}", what, error, note=note))
     return rows
 
 

@@ -143,3 +143,29 @@ def test_published_dispatcher_table_of_the_h100_is_reproduced():
     ag = 1e3 * gathered.collectives(traffic_of("all_gather", pairs, row_bytes=4096.0))["sag"][0]
     rs = 1e3 * gathered.collectives(traffic_of("reduce_scatter", pairs, row_bytes=4096.0))["srs"][0]
     assert ag + rs == pytest.approx(778, rel=0.01)
+
+
+def test_without_a_cuda_graph_a_step_waits_for_the_host_that_issues_its_kernels():
+    made = cluster(host_us={"eager_layer": 1000.0, "step": 10.0})
+    traffic, zero, some = traffic_of("dispatch", np.full((4, 4), 1)), np.zeros(4), np.full(4, 12.0)
+    decode, mixed = AttentionLoad(some, some, zero, some), AttentionLoad(some, some, some, some)
+    slow = 4 * 1.0  # four layers of a millisecond
+    for graphs, bound in (("all", (False, False)), ("decode", (False, True)), ("none", (True, True))):
+        cost = CostModel(toy_model(), made, spec(), 4, cuda_graphs=graphs)
+        steps = [time_layers(cost, traffic, load).step_ms for load in (decode, mixed)]
+        assert [step == slow for step in steps] == list(bound), graphs
+        assert all(0 < step <= slow for step in steps)
+    unknown = CostModel(toy_model(), cluster(), spec(), 4, cuda_graphs="none")
+    assert unknown.eager_ms(decode) == pytest.approx(4 * 24 * 5 / 1e3) and "assumed" in unknown.provenance()
+
+
+def test_decodes_beside_a_prefill_chunk_may_take_longer_than_alone():
+    zero, some = np.zeros(1), np.full(1, 1e6)
+    plain, slow = (AttentionCost(cluster(mixed_decode=factor), toy_model(), 1) for factor in (1.0, 2.5))
+    one = np.ones(1)
+    prefill, decode, mixed = (
+        AttentionLoad(one, one, *load, one) for load in ((some, zero), (zero, some), (some, some))
+    )
+    alone = plain.time_us(decode) - plain.time_us(AttentionLoad(one, one, zero, zero, zero)) + 12.0
+    assert slow.time_us(prefill) == plain.time_us(prefill) and slow.time_us(decode) == plain.time_us(decode)
+    assert slow.time_us(mixed) - plain.time_us(mixed) == pytest.approx(1.5 * alone)
