@@ -109,9 +109,8 @@ class Cell:
 class Desk:
     """Runs of one base configuration with other flows, dispatchers and policies; fits are shared."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config, self.builder = config, RunBuilder()
-        self._groups: list[NDArray[np.int64]] = []
+    def __init__(self, config: dict[str, Any], builder: RunBuilder | None = None) -> None:
+        self.config, self.builder = config, builder or RunBuilder()
 
     def run(self, flow: str, dispatcher: str | dict[str, Any], **changes: Any) -> Run:
         """dispatcher, changes: a group's option by name, or its whole content; the config's other keys as they are."""

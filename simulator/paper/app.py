@@ -80,4 +80,9 @@ def gather(folder: Path) -> None:
             text = file.read_text(encoding="utf-8").strip()
             title, verdict = text.splitlines()[0].removeprefix("# "), text.split("\n\n")[-1]
             lines.append(f"## [{title}]({name}.md)\n\n{verdict}\n")
+    missing = [name for name in PAGES if not (folder / f"{name}.md").is_file()]
+    if missing:
+        lines.append(
+            f"Not run yet here: {', '.join(missing)} (`python -m simulator.paper --only {' '.join(missing)}`).\n"
+        )
     write_atomically(folder / "README.md", "\n".join(lines))

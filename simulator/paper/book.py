@@ -82,7 +82,7 @@ class Book:
 
 
 NAMES = {
-    "mo_e_tuner": "moetuner",
+    "mo_etuner": "moetuner",
     "semantic_request": "semantic",
     "no_shuffle": "none",
     "round_robin": "none",

@@ -78,7 +78,7 @@ def _layer_line(row: Table, cell: Table, best_ms: float) -> dict[str, str]:
 
 def _locality_said(model: str, ep: int, flow: str, cell: Table, best_ms: float) -> list[str]:
     said = []
-    for policy in ("Sem-MoE as published", "semantic + semantic"):
+    for policy in ("moetuner", "Sem-MoE as published", "semantic + semantic"):
         found, base = cell[cell.policy == policy], cell[cell.policy == "vanilla"]
         if found.empty or base.empty:
             continue
@@ -88,7 +88,9 @@ def _locality_said(model: str, ep: int, flow: str, cell: Table, best_ms: float) 
         honest = 100 * (row.layer_ms / best_ms - 1)
         words = f"{model}, EP{ep}, {flow}, {policy}: LAR {points:+.0f} points, layer {pct:+.1f} % against vanilla, "
         words += f"{honest:+.1f} % against the better baseline"
-        if flow != "dp" and ep == 4:
+        if policy == "moetuner":
+            words += ", by balance alone"
+        elif flow != "dp" and ep == 4:
             points, pct = published.LAR_GAIN_POINTS[model], published.LAYER_LATENCY_PCT[model]
             words += f" (paper: {points:+.0f} points, {pct} % against vanilla)"
         elif ep == 8 and model == "deepseek-v2-lite" and flow == "dp":

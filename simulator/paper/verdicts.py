@@ -14,26 +14,26 @@ from .book import Book, Page, Table, markdown
 
 QWEN, V2_LITE = "qwen3-30b-a3b", "deepseek-v2-lite"
 CELLS = (  # model, cluster, flow, dispatcher, tokens a rank, what public reports say
-    (QWEN, "h100x8", "dp", "allgather_rs", 512, "null: a better placement saves no bytes (sglang#36820; vllm#33728)"),
+    (QWEN, "h100x8", "dp", "allgather_rs", 256, "null: a better placement saves no bytes (sglang#36820; vllm#33728)"),
     (QWEN, "h100x8", "dp", "a2a_dedup", 16, "null: on one NVLink node EP width hardly moves decode (self-spec-moe)"),
     (QWEN, "h100x8", "dp", "low_latency", 16, "null, likewise"),
-    (QWEN, "h100x8", "dp", "a2a_dedup", 512, ""),
-    (V2_LITE, "h100x8", "dp", "a2a_dedup", 1024, ""),
-    (V2_LITE, "h100x8", "dp", "a2a_assignment", 1024, ""),
-    (V2_LITE, "l40sx8", "dp", "a2a_dedup", 1024, ""),
-    (V2_LITE, "h100x16", "dp", "a2a_dedup", 1024, ""),
-    (V2_LITE, "h20x8", "tp_shuffled", "a2a_dedup", 1024, "paper: -41.8 % of the layer against vanilla at four groups"),
-    (V2_LITE, "l40sx8", "tp_shuffled", "a2a_dedup", 1024, ""),
+    (QWEN, "h100x8", "dp", "a2a_dedup", 256, ""),
+    (V2_LITE, "h100x8", "dp", "a2a_dedup", 512, ""),
+    (V2_LITE, "h100x8", "dp", "a2a_assignment", 512, ""),
+    (V2_LITE, "l40sx8", "dp", "a2a_dedup", 512, ""),
+    (V2_LITE, "h100x16", "dp", "a2a_dedup", 512, ""),
+    (V2_LITE, "h20x8", "tp_shuffled", "a2a_dedup", 512, "paper: -41.8 % of the layer against vanilla at four groups"),
+    (V2_LITE, "l40sx8", "tp_shuffled", "a2a_dedup", 512, ""),
 )
 ASCEND_ITL_MS = (25.02, 25.45)  # contiguous, integer program: sgl-project/sgl-kernel-npu#799, Qwen3-30B-A3B, EP8, A2
 ASCEND_TOKENS = 16
-SHARED = ("trace=profile", "trace.requests=64", "trace.prompt_len=192", "trace.output_len=32", "workload=batches",
+SHARED = ("trace=profile", "trace.requests=48", "trace.prompt_len=128", "trace.output_len=32", "workload=batches",
           "cost.allow_roofline=true", "planned_folds=0")  # fmt: skip
 
 
-def desk(model: str, cluster: str) -> Desk:
+def desk(model: str, cluster: str, book: Book) -> Desk:
     (config,) = compose_all([f"model={model}", f"cluster={cluster}", *SHARED])
-    return Desk(config)
+    return Desk(config, book.builder)
 
 
 def verdicts(book: Book) -> Page:
@@ -42,7 +42,7 @@ def verdicts(book: Book) -> Page:
     rows = []
     for model, cluster, flow, dispatcher, tokens, public in CELLS:
         if (model, cluster) not in desks:
-            desks[model, cluster] = (desk(model, cluster), {})
+            desks[model, cluster] = (desk(model, cluster, book), {})
         at, known = desks[model, cluster]
         phase = "decode" if tokens < 64 else "prefill"
         rows.append(
@@ -68,7 +68,7 @@ def verdicts(book: Book) -> Page:
     )
     nulls = table[table.public.str.startswith("null")]
     agreed = int((nulls.gain_pct < TIE_PCT).sum())
-    verdict = f"{agreed} of {len(nulls)} published nulls are predicted as no gain. {_ascend()}"
+    verdict = f"{agreed} of {len(nulls)} published nulls are predicted as no gain. {_ascend(book)}"
     text = (
         "Co-scheduling (semantic placement and scheduling) against the better configuration without policies, as `semmoe "
         "advise` judges: gain of one MoE layer, drawn routes.\n\n" + markdown(shown)
@@ -76,9 +76,9 @@ def verdicts(book: Book) -> Page:
     return Page("verdicts", "Verdicts, and nulls that public reports confirm", text, table, verdict)
 
 
-def _ascend() -> str:
+def _ascend(book: Book) -> str:
     """Placement alone by an integer program, on a mesh without a locality-aware dispatcher."""
-    at = desk(QWEN, "ascend910bx8")
+    at = desk(QWEN, "ascend910bx8", book)
     changes = {}
     for dispatcher in ("allgather_rs", "a2a_assignment"):
         plain, placed = (
