@@ -239,7 +239,8 @@ def policies(rest: Sequence[str]) -> int:
     return 0
 
 
-CONFIGURED = ("simulate", "measure", "calibrate", "place", "check", "advise")  # take key=value of the config
+# commands that take key=value of the config
+CONFIGURED = ("simulate", "measure", "calibrate", "place", "check", "slo", "timeline", "breakeven", "advise")
 COMMANDS = {
     "simulate": simulate,
     "measure": measure,

@@ -23,6 +23,7 @@ from .reason import why
 SHOWN_SETTINGS = 6
 HIDDEN_PCT = 20.0
 PREDICTED = " This is a prediction; nothing was measured."
+PARTLY = " Part of it is predicted, not measured."
 RANK = {"gain": 0, "open": 1, "even": 2, "loss": 3}
 
 
@@ -59,13 +60,9 @@ def answer(comparison: Comparison) -> Verdict:
 
 
 def _no_answer(baselines_only: bool) -> Verdict:
+    told, rest = "No baseline (contiguous experts, requests in turn, tokens in order) shares a setting.", "the baseline"
     if baselines_only:
         told, rest = "Every row is a baseline: contiguous experts, requests in turn, tokens in order.", "a policy"
-    else:
-        told, rest = (
-            "No baseline (contiguous experts, requests in turn, tokens in order) shares a setting.",
-            "the baseline",
-        )
     points = [("Why", told), ("What next", f"Sweep {rest} too, such as -m placement=contiguous,semantic.")]
     return Verdict("open", "No answer: there is no pair of a baseline and a policy to compare.", points)
 
@@ -137,12 +134,8 @@ def _headline_many(judged: list[Judged]) -> str:
         text += f", by {_size(gains[0])} to {_size(gains[-1])} %" if len(gains) > 1 else f", by {_size(gains[0])} %"
     for outcome, words in (("even", "no gain in"), ("loss", "a loss in"), ("open", "undecided in")):
         text += f", {words} {count[outcome]}" if count[outcome] else ""
-    predicted = [j.side == "predicted" for j in judged]
-    return (
-        text
-        + "."
-        + (PREDICTED if all(predicted) else " Part of it is predicted, not measured." if any(predicted) else "")
-    )
+    sides = {j.side for j in judged}
+    return f"{text}." + (PREDICTED if sides == {"predicted"} else PARTLY if len(sides) > 1 else "")
 
 
 def _none_of(best: Judged) -> str:

@@ -19,25 +19,19 @@ RAMP = ("#F4F8FB", "#C6DBEA", "#7FB2D6", "#3584B8", "#0B5A91", "#08306B")  # one
 
 
 def pair_traffic(comparison: Comparison) -> Any:
-    """Baseline on the left, the verdict's configuration on the right; one colour scale a row. Above: where a home rank's (token, expert) assignments are served, in percent of them; the framed diagonal stays local, and its mean is the LAR. Below: payload bytes that dispatch sends between each pair of ranks. An even picture costs least: the busiest row or column sets the time."""  # noqa: E501
+    """Baseline on the left (absent where every rank holds every token), the verdict's configuration on the right; one colour scale a row. Above: where a home rank's (token, expert) assignments are served, in percent of them; the framed diagonal stays local, and its mean is the LAR. Below: payload bytes that dispatch sends between each pair of ranks. An even picture costs least: the busiest row or column sets the time."""  # noqa: E501
     sides = [(name, line, found) for name, line in _pair(comparison) if (found := _pairs(comparison, line)) is not None]
     if not sides:
         return None
-    figure, axes = subplots(2, 2, figsize=(WIDTH_IN, 8.4), squeeze=False)
-    for row, (what, unit) in enumerate(
-        (("assignments served there", "% of the home rank's"), ("sent by dispatch", "kB a step"))
-    ):
-        shown = [found[row] for _, _, found in sides]
-        top = max(float(np.nanmax(values)) for values in shown) or 1.0
-        for column in range(2):
-            if column >= len(sides):
-                axes[row][column].set_axis_off()
-                continue
-            name, line, _ = sides[column]
-            mesh = _heat(axes[row][column], shown[column], top, framed=row == 0)
+    count = len(sides)
+    figure, axes = subplots(2, count, figsize=(WIDTH_IN if count > 1 else WIDTH_IN / 2 + 0.6, 8.4), squeeze=False)
+    for row, (what, unit) in enumerate(SHOWN):
+        top = max(float(np.nanmax(found[row])) for _, _, found in sides) or 1.0
+        for one, (name, line, found) in zip(axes[row], sides, strict=True):
+            mesh = _heat(one, found[row], top, framed=row == 0)
             counted = line.lar_replayed if math.isnan(line.lar_measured) else line.lar_measured
             lar = "" if row else f", LAR {counted:.2f}"
-            axes[row][column].set_title(f"{name}{lar}\n{what}", fontsize=9, loc="left")
+            one.set_title(f"{name}{lar}\n{what}", fontsize=9, loc="left")
         figure.colorbar(mesh, ax=list(axes[row]), label=unit, fraction=0.03)
     return figure
 

@@ -10,7 +10,6 @@ import pandas as pd
 from ..compare import Comparison
 
 EXCHANGES = ("srs", "dispatch", "combine", "sag")
-OWN_WORK = ("gate", "permute", "other")
 FOLLOWS = 0.4  # exchange time that falls by less than this part of its bytes' fall does not follow the bytes
 
 
@@ -59,7 +58,7 @@ def _reasons(line: Any, base: Any, ours: dict[str, float], theirs: dict[str, flo
 
 
 def _phases(rows: pd.DataFrame, key: str, backend: str) -> dict[str, float]:
-    """Mean milliseconds of exchange, experts, planning, own work and the layer; 0 for a phase that the flow lacks."""
+    """Mean milliseconds of exchange, experts, planning (0 where the flow has none) and the layer; NaN: not recorded."""
     mine = rows[(rows.key == key) & (rows.backend == backend)]
 
     def total(names: tuple[str, ...]) -> float:
@@ -67,6 +66,6 @@ def _phases(rows: pd.DataFrame, key: str, backend: str) -> dict[str, float]:
         known = [v for v in values if not math.isnan(v)]
         return sum(known) if known else math.nan
 
-    parts = {"exchange": EXCHANGES, "experts": ("experts",), "own": OWN_WORK, "layer": ("layer",)}
+    parts = {"exchange": EXCHANGES, "experts": ("experts",), "layer": ("layer",)}
     plan = total(("plan",))
     return {name: total(names) for name, names in parts.items()} | {"plan": 0.0 if math.isnan(plan) else plan}

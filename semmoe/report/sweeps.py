@@ -47,10 +47,7 @@ def rates(comparison: Comparison) -> Any:
         one.set(xlabel="finished requests a second", xlim=(0, None), yscale="log")
         plain_ticks(one.yaxis, one.get_ylim())
         one.set_ylabel(f"{name.upper()}, 90th percentile (ms)")
-    handles = dict(
-        zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True)
-    )  # simulated or measured: one entry
-    legend_below(figure, handles)
+    legend_below(figure, dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True)))
     return figure
 
 
@@ -98,8 +95,7 @@ def batch_sizes(comparison: Comparison) -> Any:
         one.set_xlabel("tokens a rank in a batch")
     left.set(ylabel="exchange (% of an MoE layer)", ylim=(0, 100))
     right.set_ylabel("time saved (% of the better baseline)")
-    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    legend_below(figure, handles)
+    legend_below(figure, dict(zip(*reversed(left.get_legend_handles_labels()), strict=True)))
     return figure
 
 
@@ -117,12 +113,12 @@ def _series(comparison: Comparison, axis: str) -> Iterator[tuple[str, list[str]]
     table = comparison.table[comparison.table[axis].notna()]
     others = [name for name in comparison.axes if name != axis and not name.startswith(f"workload.{axis}")]
     by_name: dict[str, list[Any]] = {}
-    for line in table.itertuples():
-        words = [str(getattr(line, n, "")) for n in others if not _absent(getattr(line, n, None))]
+    for _, line in table.iterrows():
+        words = [str(line[name]) for name in others if not _absent(line[name])]
         by_name.setdefault(" / ".join(words), []).append(line)
-    swept = [(clean(name), lines) for name, lines in by_name.items() if len({getattr(x, axis) for x in lines}) > 1]
+    swept = [(clean(name), lines) for name, lines in by_name.items() if len({line[axis] for line in lines}) > 1]
     for name, lines in swept[:MOST_LINES]:
-        yield name or "the one configuration", [str(x.key) for x in sorted(lines, key=lambda x: getattr(x, axis))]
+        yield name or "the one configuration", [line.key for line in sorted(lines, key=lambda line: line[axis])]
 
 
 def _absent(value: Any) -> bool:

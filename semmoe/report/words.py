@@ -45,7 +45,8 @@ def _sides(table: pd.DataFrame) -> list[str]:
     if counts.get("both", 0) == len(table):
         return []
     told = ", ".join(f"{counts[side]} {side}" for side in ("both", "simulated only", "measured only") if side in counts)
-    return [f"{len(table)} configurations: {told.replace('both', 'simulated and measured')}."]
+    many = "configurations" if len(table) > 1 else "configuration"
+    return [f"{len(table)} {many}: {told.replace('both', 'simulated and measured')}."]
 
 
 def _equality(summary: dict[str, Any], table: pd.DataFrame) -> list[str]:

@@ -122,6 +122,18 @@ def test_a_rate_curve_has_a_point_for_every_rate_in_their_order(tmp_path):
     assert any(line.get_ydata()[0] == 50 for line in axes.lines)
 
 
+def test_configurations_that_differ_in_another_axis_are_curves_of_their_own(tmp_path):
+    rows = []
+    for batch in (64, 512):
+        for order in ("shuffled", "sequential"):
+            axes = json.dumps({"workload": {"kind": "batches", "batch_tokens": batch, "composition": order}})
+            rows.append(row(config=f"{order}{batch}", batch_tokens=batch, axes=axes))
+    *_, comparison = said(tmp_path, rows)
+    left, _ = batch_sizes(comparison).axes
+    curves = {line.get_label(): list(line.get_xdata()) for line in left.lines if not line.get_label().startswith("_")}
+    assert curves == {"dp / sequential": [16, 128], "dp / shuffled": [16, 128]}
+
+
 def test_what_was_not_swept_has_no_sweep_figure(tmp_path):
     *_, comparison = said(tmp_path, [row(config="base"), row(config="ours", **OURS)])
     assert batch_sizes(comparison) is None and rates(comparison) is None
