@@ -34,8 +34,7 @@ def serving(book: Book) -> Page:
         said += [_slo_said(model, dispatcher, ours, held, group.rate_rps.max())
                  for ours in OURS if ours in held]  # fmt: skip
     same = sum(line.count("over vanilla +") + line.count("over moetuner +") for line in said)
-    said.insert(0, f"Agreement: {same} of {4 * len(said)} gains have the paper's sign on this cluster, where links are fast "
-                   "beside the compute and the imbalance of co-scheduled requests costs more than their exchange saves.")  # fmt: skip
+    said.insert(0, f"Agreement: {same} of {4 * len(said)} gains have the paper's sign on this cluster.")
     text = (
         f"SLO as in the paper: {SLO_FACTOR:g} times the latency (mean) of vanilla at the lightest load. Lengths are ours (the "
         "paper gives none): 1,024 in, 32 out; Poisson arrivals, 160 requests a point; rates in between are interpolated. "
