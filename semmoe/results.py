@@ -109,7 +109,11 @@ def _columns() -> dict[str, Column]:
         ),
         "kv_move_ms": Column("float", "the move of one re-homed request alone on its link, mean (0: none moved)"),
         "metadata_bytes": Column("float", "slot ids and gate weights that travelled, all steps"),
-        "route_flips": Column("float", "share of (token, layer) whose free gate differs from the trace (harness)"),
+        "route_flips": Column(
+            "float",
+            "share of (token, layer) whose free gate differs from the trace (harness; prompts cut by max_prompt lack "
+            "the context of the trace, so whole models flip there)",
+        ),
         "output_error": Column("float", "relative norm against the single-process reference (harness)"),
     }
     columns |= {f"{op}_bytes": Column("float", f"payload bytes of {op}, all steps") for op in OPS}
