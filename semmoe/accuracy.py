@@ -133,7 +133,11 @@ def _phases(rows: pd.DataFrame) -> list[str]:
         for phase in PHASES:
             mean = group.groupby("backend")[f"{phase}_ms"].mean()
             told = [mean.get(side, math.nan) for side in ("simulator", "harness")]
-            cells.append("" if all(math.isnan(x) for x in told) else " / ".join(f"{x:.2f}" for x in told))
+            cells.append(
+                ""
+                if all(math.isnan(x) for x in told)
+                else " / ".join("-" if math.isnan(x) else f"{x:.2f}" for x in told)
+            )
         out.append(f"| {ranks} | {flow} | " + " | ".join(cells) + " |")
     return [*out, "", "Each cell: predicted / measured, mean over configurations."]
 
