@@ -91,7 +91,7 @@ class StepTimer:
         self.timeline = Timeline(meter)
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
         plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
-        self._can_run_ahead = plain and source is None and not overlap
+        self._can_run_ahead = plain and not overlap
         self._ahead: tuple[StepPlan, Traffic, list[LayerTimes], int] | None = None
 
     def run(
@@ -113,7 +113,7 @@ class StepTimer:
         steps = min(most, MOST_AHEAD)
         if steps <= 1 or not self._can_run_ahead:
             return [self.run_plan(step, tokens, queues)]
-        traffic = self.source.of_steps(step, tokens, steps)  # type: ignore[attr-defined]
+        traffic = self.source.of_steps(step, tokens, steps)
         load = AttentionLoad.ahead(step, queues, steps) if self.full_model else None
         self._ahead = step, traffic, time_steps(self.cost, traffic, steps, load), queues
         return self._ahead[2]

@@ -37,6 +37,11 @@ class TrafficSource(Protocol):
 
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic: ...
 
+    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
+        """`steps` decode steps of the same requests, each one position on, as one step of steps * L layers (flow dp,
+        without replicas, one node)."""
+        ...
+
 
 class TracedTraffic:
     """Counts of the planned routes."""
@@ -54,7 +59,6 @@ class TracedTraffic:
         return self.of_rows(*step.token_rows(tokens))
 
     def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
-        """`steps` decode steps of the same requests, each one position on, as one step of steps * L layers (flow dp)."""
         position_NS = step.start_N[:, None] + np.arange(steps)
         if tokens.period_R is not None:
             position_NS %= tokens.period_R[step.request_N][:, None]
@@ -107,6 +111,22 @@ class ExpectedTraffic:
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic:
         tokens_G = np.bincount(step.rank_N, weights=step.count_N, minlength=self.ranks) if self._dp else None
         return self._expected(step.num_tokens, tokens_G)
+
+    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
+        one = self.of_plan(step, tokens)
+
+        def tiled(values: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.tile(values, (steps, *(1,) * (values.ndim - 1)))
+
+        many = Traffic(
+            tiled(one.homes_LG),
+            tiled(one.assignment_pairs_LGG),
+            tiled(one.rank_pairs_LGG),
+            tiled(one.expert_rows_LG),
+            tiled(one.active_experts_LG),
+            tokens=one.tokens,
+        )
+        return with_collectives(many, self.spec)
 
     def _expected(self, tokens: int, tokens_G: NDArray[np.number] | None) -> Traffic:
         layers, slots = len(self._home_LG), self._idle_SLP.shape[2]
