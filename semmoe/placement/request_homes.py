@@ -37,7 +37,7 @@ class RequestSide:
 
     @property
     def work(self) -> float:
-        return self._round + self.iterations * self.counts_LRE.size * 4.0
+        return 4.0 * (self._round + self.iterations * self.counts_LRE.size)  # exact homes cost more than sums
 
     @property
     def _round(self) -> float:

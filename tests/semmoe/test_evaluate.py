@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from semmoe.errors import UserError
-from semmoe.evaluate import load, main, spread
+from semmoe.evaluate import bar_rows, load, main, spread
 from semmoe.inputs import load_cluster
 from semmoe.trials import Bench, Policy, Trial, option, paired
 
@@ -59,3 +59,18 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.Cap
 def test_spread_is_the_deviation_over_folds() -> None:
     assert spread(np.array([0.5, 0.6]), "lar") == "0.550 ± 0.071"
     assert spread(np.array([1.0, 3.0]), "placement_s") == "2.00"
+
+
+def test_bars_stand_beside_what_was_measured() -> None:
+    class Measured:
+        """A bench of two folds in which fusion doubles the table and an extra slot a rank adds a tenth."""
+
+        ep_size = 8
+
+        def run(self, trial: Trial) -> dict[str, np.ndarray]:
+            lar = 0.2 if trial.predictor.name == "token_table" else 0.4 + 0.1 * trial.extra_slots
+            return {c: np.array([lar, lar]) for c in ("lar", "imbalance_total", "fan_out", "placement_s")}
+
+    lines = bar_rows(Measured()).splitlines()  # type: ignore[arg-type]
+    assert any("one extra slot" in line and "0.500" in line and ".42" in line for line in lines)
+    assert any("fusion minus token table" in line and ".055 | 0.200" in line for line in lines)
