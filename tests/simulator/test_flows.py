@@ -136,3 +136,24 @@ def test_flow_level_is_never_faster_and_close_on_random_routes(dispatcher, nodes
 def test_an_unknown_fidelity_is_refused():
     with pytest.raises(UserError, match="bottleneck or flow"):
         CostModel(toy_model(), cluster(), spec(), 4, fidelity="flows")
+
+
+FABRICS = {
+    "rail": {"fabric": "rail"},
+    "rail in two pods, oversubscribed": {"fabric": "rail", "nodes_per_leaf": 2, "oversubscription": 2.0},
+    "rack, oversubscribed": {"fabric": "rack", "nodes_per_leaf": 1, "oversubscription": 4.0},
+    "shared NICs": {"nics_per_node": 1},
+    "two NICs a rank": {"nics_per_node": 8},
+}
+
+
+@pytest.mark.parametrize("changes", FABRICS.values(), ids=FABRICS)
+def test_on_every_fabric_even_traffic_takes_what_its_busiest_link_needs_and_incast_is_seen(changes):
+    graph = build_graph(cluster(16, nodes=4, **changes), 16)
+    even = np.full((16, 16), 1e6)
+    assert exchange_us(graph, even).max() == pytest.approx(busiest_link_us(graph, even), rel=0.05)
+    hot = np.zeros((16, 16))
+    hot[4:, 0] = 1e6  # every rank of the other nodes sends to rank 0
+    alone = np.zeros((16, 16))
+    alone[4, 0] = 1e6
+    assert exchange_us(graph, hot)[4:, 0].min() >= 12 * exchange_us(graph, alone)[4, 0] * (1 - 1e-9), "all wait for all"
