@@ -52,8 +52,8 @@ def locality(book: Book) -> Page:
             parts.append(f"## {model}, EP{ep}, {flow}\n\n{markdown(table)}")
             said += _locality_said(model, ep, flow, cell, best)
     text = (
-        "Routes are drawn from the affinity profile, fitted to EP4 LAR on five layers (attention-DP: homes from 64 measured tokens, "
-        "where whole prompts are known here, hence more); the rest is predicted. "
+        "Routes are drawn from the affinity profile, fitted to EP4 LAR on five layers (attention-DP: homes from 64 measured "
+        "tokens, where whole prompts are known here, hence more); the rest is predicted. "
         "*vs vanilla*: same flow and dispatcher without policies, as the paper counts. *vs better baseline*: the fastest "
         "without policies in any dispatcher, two all-reduces included.\n\n" + "\n\n".join(parts)
     )
