@@ -126,13 +126,15 @@ def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
 def interval(measured: pd.DataFrame) -> tuple[float, float]:
     """Interval of layer_ms over repeats: all of them, widened by each repeat's own bootstrap interval.
 
-    NaN where there is nothing to tell the noise from: one repeat without an interval of its own.
+    NaN where there is nothing to tell the noise from: one repeat without an interval of its own, or of one step.
     """
     known = measured[measured["layer_ms"].notna()]
     if known.empty or (len(known) == 1 and known["layer_ms_ci_low"].isna().all()):
         return math.nan, math.nan
     low = known["layer_ms_ci_low"].astype(float).fillna(known["layer_ms"].astype(float))
     high = known["layer_ms_ci_high"].astype(float).fillna(known["layer_ms"].astype(float))
+    if len(known) == 1 and float(low.min()) == float(high.max()):  # one step: its bootstrap knows no spread
+        return math.nan, math.nan
     return float(low.min()), float(high.max())
 
 

@@ -97,3 +97,11 @@ def test_rank_order_tells_overlapping_agreeing_and_opposite_pairs(tmp_path):
 def test_rank_order_of_fewer_than_six_policies_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"5 configurations.*needs 6"):
         rank_order(written(tmp_path, *policies([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])))
+
+
+def test_one_repeat_of_one_step_decides_nothing(tmp_path):
+    rows = policies([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    rows = [r | ({"layer_ms_ci_low": r["layer_ms"], "layer_ms_ci_high": r["layer_ms"]} if r["backend"] == "harness" else {})
+            for r in rows if r["repeat"] == 0]  # fmt: skip
+    _, found = rank_order(written(tmp_path, *rows))
+    assert {pair.verdict for pair in found} == {"undecided"} and not any(pair.apart for pair in found)
