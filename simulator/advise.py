@@ -1,11 +1,11 @@
 """Advice, computed: does semantic parallelism pay for this model, cluster and traffic, by how much, and what else would?
 
     traffic ──served twice (without policies, with)──> tokens of a decode and of a prefill step, end-to-end gain
-    every valid flow x dispatcher at both sizes ──> a layer's phases without policies and under co-scheduling, per group
-        of held-out requests ──> gain over the *better* baseline, its 80 % interval, and the reason where there is none
+    every valid flow x dispatcher at both sizes ──> a layer's phases without policies and co-scheduled, per
+        bootstrap sample of held-out requests ──> gain over the *better* baseline, its interval, the reason of a null
 
 The interval joins the uncertainty of the cost model (cost/uncertainty.py) with that of the routes: both sides run the
-same tokens of GROUPS disjoint groups of requests, and the gains are bootstrapped over the groups.
+same tokens of SAMPLES bootstrap samples of the held-out requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from . import app
 from .app import step_timer
 from .cost.uncertainty import interval, possible_ms
 
-GROUPS = 6  # of held-out requests
+SAMPLES = 6  # bootstrap samples of the held-out requests
 TIE_PCT = 1.0  # predictions closer than this are not told apart
 LADDER = (16, 64, 256, 1024, 4096)  # tokens a rank on which the break-even batch is looked for
 EXCHANGES = ("srs", "dispatch", "combine", "sag")
@@ -61,7 +61,7 @@ DECODE_ONLY = ("low_latency",)
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One configuration's MoE layer at one size: phases (ms) of every group [S], and what was counted."""
+    """One configuration's MoE layer at one size: phases (ms) of every sample [S], and what was counted."""
 
     name: str
     phases: dict[str, NDArray[np.float64]]
@@ -127,10 +127,10 @@ class Desk:
         return self.run(flow, dispatcher, **(policies | changes))
 
     def layer(self, run: Run, tokens_a_rank: int, name: str = "") -> Layer:
-        """Price one batch of every group of held-out requests."""
+        """Price one batch of every sample of held-out requests."""
         timer, trace = step_timer(run), run.heldout
         ranks = run.request_rank_R if run.spec.flow == "dp" else None
-        for rows_T in self.groups(run, tokens_a_rank * run.ep_size):
+        for rows_T in self.samples(run, tokens_a_rank * run.ep_size):
             timer.run(rows_T, None if ranks is None else ranks[trace.request_T[rows_T]], None)
         steps = timer.timeline.steps
         names = list(steps[0].phases_L)
@@ -138,14 +138,16 @@ class Desk:
         counted = timer.timeline.meter.columns()
         return Layer(name, phases, counted["lar"], counted["imbalance_step"])
 
-    def groups(self, run: Run, tokens: int) -> Iterable[NDArray[np.int64]]:
-        """Rows of `tokens` tokens from each of GROUPS disjoint groups of requests, the same for every configuration."""
+    def samples(self, run: Run, tokens: int) -> Iterable[NDArray[np.int64]]:
+        """Rows of SAMPLES batches, each from held-out requests drawn with replacement, the same for every configuration."""
         trace = run.heldout
-        count = min(GROUPS, trace.num_requests)
-        group_R = np.random.default_rng(0).permutation(np.arange(trace.num_requests) % count)
-        for group in range(count):
-            rows = np.flatnonzero(group_R[trace.request_T] == group)
-            yield np.random.default_rng(group).choice(rows, tokens, replace=len(rows) < tokens)
+        for sample in range(SAMPLES):
+            rng = np.random.default_rng(sample)
+            times_R = np.bincount(
+                rng.integers(trace.num_requests, size=trace.num_requests), minlength=trace.num_requests
+            )
+            rows = np.repeat(np.arange(trace.num_tokens), times_R[trace.request_T])
+            yield rng.choice(rows, tokens, replace=len(rows) < tokens)
 
 
 def _option(group: str, name: str) -> dict[str, Any]:
@@ -182,12 +184,11 @@ def judge(desk: Desk, flow: str, dispatcher: str, phase: str, tokens: int, known
 
 
 def gain_interval(ours: Layer, baseline: Layer, run: Run, draws: int = 4000) -> tuple[float, float]:
-    """80 % interval of the gain: factors on the phases, times the bootstrap over groups of requests."""
+    """80 % interval of the gain: random factors on the phases, times the spread over bootstrap samples of requests."""
     cost = possible_ms([ours.means, baseline.means], run.cluster, draws)
-    rng = np.random.default_rng(1)
-    pick = rng.integers(len(ours.ms_S), size=(draws, len(ours.ms_S)))
-    routes = np.log(ours.ms_S[pick].mean(axis=1) / ours.ms) - np.log(baseline.ms_S[pick].mean(axis=1) / baseline.ms)
-    return interval(100 * (1 - cost[:, 0] / cost[:, 1] * np.exp(routes)))
+    spread = np.log(ours.ms_S / baseline.ms_S).std(ddof=1) if len(ours.ms_S) > 1 else 0.0
+    routes = np.exp(spread * np.random.default_rng(1).standard_normal(draws))
+    return interval(100 * (1 - cost[:, 0] / cost[:, 1] * routes))
 
 
 def told(
@@ -205,6 +206,8 @@ def told(
         why = "dense dispatcher: every row goes everywhere whatever the placement"
     elif twin.ms > best.ms * 1.01 and ours.ms < twin.ms * 0.99:
         why = f"faster than without policies, but {best.name} without any is faster still"
+    elif saved < -0.01 * twin.ms:
+        why = f"crowding: like requests share ranks, whose ports are busier: exchange grows by {-1e3 * saved:.0f} us"
     elif saved > 0.01 * twin.ms and lost > 0.5 * saved:
         why = f"imbalance eats it: {1e3 * saved:.0f} us of exchange saved, {1e3 * lost:.0f} us of expert time lost"
     elif saved <= 0.01 * twin.ms and ours.lar - twin.lar > 0.05:

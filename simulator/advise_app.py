@@ -69,7 +69,7 @@ COLUMNS = {  # of Cell, in the order and under the headings of the page
 NOTES = (
     "LAR: share of (token, expert) assignments served on the token's home rank.",
     "Break-even LAR: where co-scheduling would be as fast as the better baseline; empty: no LAR up to 1 would do.",
-    "The interval joins the cost model's held-out error with a bootstrap over groups of requests.",
+    "The interval joins the cost model's held-out error with a bootstrap over requests.",
 )
 
 
