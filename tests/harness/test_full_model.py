@@ -60,11 +60,11 @@ def one_thread() -> Iterator[None]:
 def step_task(context: RankContext, run: Run) -> list[tuple[int, int, list[int], Any]]:
     """(request, position of the last token, inputs so far, logits) of every entry of this rank in STEPS."""
     full, planner = FullModel(context, run), run.planner()
-    tokens = TokenRows.of(run.workload.requests)
+    rows = TokenRows.of(run.workload.requests)
     seen = []
     for index, entries in enumerate(STEPS):
         plan = StepPlan(index, *np.array(entries, dtype=np.int64).T)
-        result = full.step(plan, planner.route(*plan.token_rows(tokens)))
+        result = full.step(plan, planner.route(*plan.token_rows(rows)))
         assert len(result.attention_ns_L) == len(result.layer_ns_L) == 6
         mine = [entry for entry in entries if entry[0] == context.rank]
         for (_, request, _, start, count), logits in zip(mine, result.logits_NV, strict=True):
