@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Point pip at another wheel index, e.g. make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
+# Processes that run the tests, a file at a time
+TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -38,7 +40,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 unit: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 bench: $(VENV)/installed
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self
 
@@ -79,11 +79,10 @@ class RankPool:
         if ranks < 1:
             raise UserError(f"ranks={ranks} must be at least 1")
         self.ranks, self.timeout_s = ranks, timeout_s
+        context = start_method()
         # everything that ranks write (rendezvous, shared buffers) lies in one folder, which goes when the pool goes
         self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
         self._children: list[_Child] = []
-        context = start_method()
-        resource_tracker.ensure_running()  # its start would let Ctrl-C through again, see _interrupts_held
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
@@ -219,6 +218,9 @@ def start_method() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "harness.measure"])
+    resource_tracker.ensure_running()  # its start would let Ctrl-C through again
+    with _interrupts_held():
+        forkserver.ensure_running()
     return context
 
 

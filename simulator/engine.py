@@ -124,7 +124,13 @@ class StepTimer:
             return
         (step, traffic, times, queues), self._ahead = self._ahead, None
         layers = traffic.num_layers // len(times)
-        self.timeline.meter.add(with_collectives(traffic.cut(slice(0, steps * layers)), self.cost.spec), steps)
+
+        def part(first: int, last: int) -> Traffic:
+            return with_collectives(traffic.cut(slice(first * layers, last * layers)), self.cost.spec)
+
+        self.timeline.meter.add(part(0, steps), steps)
+        room = max(self.timeline.keep_traffic - len(self.timeline.traffic), 0)
+        self.timeline.traffic += [part(s, s + 1) for s in range(min(steps, room))]
         self.timeline.steps += times[:steps]
         self.timeline.plans += [step.later(s) for s in range(steps)]
         self.timeline.idle_rank_steps += steps * (queues - len(np.unique(step.rank_N)))

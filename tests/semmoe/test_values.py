@@ -23,6 +23,12 @@ SERVED = (
     "workload.num_requests",
     "workload.arrivals",
     "workload.rate_rps",
+    "workload.arrival_cv",
+    "workload.burst_s",
+    "workload.pause_s",
+    "workload.log",
+    "workload.prefix_groups",
+    "workload.prefix_tokens",
     "workload.max_prompt",
     "workload.max_output",
 )
