@@ -82,8 +82,12 @@ class AffinityProfile:
                 raise UserError(f"affinity profile: {name}={getattr(self, name)} must lie in 0..1")
         if self.top_k > self.num_experts or not self.layer_ids or not self.domains:
             raise UserError("affinity profile: needs top_k <= num_experts, layer_ids and domains")
-        if self.vocab_size < COMMON_TYPES + TOPICS * TOPIC_TYPES * len(self.domains):
-            raise UserError(f"affinity profile: vocab_size={self.vocab_size} is too small for the types of its domains")
+        least = COMMON_TYPES + TOPICS * TOPIC_TYPES * len(self.domains)
+        if self.vocab_size < least:
+            raise UserError(
+                f"affinity profile: vocab_size={self.vocab_size} is too small for the token types of its domains, which need "
+                f"{least}; give recorded routes with trace= (for model=tiny: trace=tiny_docs)"
+            )
 
     @classmethod
     def load(cls, name: str | Path) -> AffinityProfile:
