@@ -57,22 +57,23 @@ class Ports:
 
 def straight_ports(rows_LGG: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Rows sent straight from rank to rank, rows_LGG[l, s, d]."""
-    return Ports(*_straight(as_int64(rows_LGG), *wiring_arrays(wiring)))
+    return Ports(*_straight(as_rows(rows_LGG), *wiring_arrays(wiring)))
 
 
 def relayed_ports(rows_LGG: NDArray[np.integer], copies_LGN: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Hierarchical: rows_LGG[l, s, d] distinct rows of s that rank d needs, copies_LGN[l, s, n] those that any rank of
     node n needs (its own node's entry does not count)."""
-    return Ports(*_relayed(as_int64(rows_LGG), as_int64(copies_LGN), *wiring_arrays(wiring)))
+    return Ports(*_relayed(as_rows(rows_LGG), as_rows(copies_LGN), *wiring_arrays(wiring)))
 
 
 def gathered_ports(homes_LG: NDArray[np.integer], wiring: Wiring) -> Ports:
     """Hierarchical, every row to every rank: homes_LG[l, s] rows of rank s."""
-    return Ports(*_gathered(as_int64(homes_LG), *wiring_arrays(wiring)))
+    return Ports(*_gathered(as_rows(homes_LG), *wiring_arrays(wiring)))
 
 
-def as_int64(rows: NDArray[np.integer]) -> Int:
-    return np.ascontiguousarray(rows, dtype=np.int64)  # one compiled version for all
+def as_rows(rows: NDArray[np.integer]) -> Int:
+    """Whole rows as int64; expected rows (simulator) stay fractions, which add up over few tokens too."""
+    return np.ascontiguousarray(rows, dtype=np.float64 if rows.dtype.kind == "f" else np.int64)
 
 
 def wiring_arrays(wiring: Wiring) -> tuple[int, Int, Int, int]:
@@ -87,11 +88,12 @@ def relay(source, node, inner, ranks):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def no_rows(layers, ranks, inner, nic_G, leaves):  # type: ignore[no-untyped-def]
-    near = np.zeros((layers, ranks, inner), dtype=np.int64)
+def no_rows(layers, ranks, inner, nic_G, leaves, like):  # type: ignore[no-untyped-def]
+    """Zeros of the arrays of Ports, of the type of `like`."""
+    near = np.zeros((layers, ranks, inner), dtype=like.dtype)
     nics = nic_G.max() + 1
-    out, into = np.zeros((layers, nics), dtype=np.int64), np.zeros((layers, nics), dtype=np.int64)
-    up, down = np.zeros((layers, leaves), dtype=np.int64), np.zeros((layers, leaves), dtype=np.int64)
+    out, into = np.zeros((layers, nics), dtype=like.dtype), np.zeros((layers, nics), dtype=like.dtype)
+    up, down = np.zeros((layers, leaves), dtype=like.dtype), np.zeros((layers, leaves), dtype=like.dtype)
     return near, out, into, up, down
 
 
@@ -109,7 +111,7 @@ def cross(layer, s, d, rows, nic_G, leaf_N, out, into, up, down):  # type: ignor
 @numba.njit(cache=True)
 def _straight(rows_LGG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks, _ = rows_LGG.shape
-    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves, rows_LGG)
     for layer in range(layers):
         for s in range(ranks):
             for d in range(ranks):
@@ -124,7 +126,7 @@ def _straight(rows_LGG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untype
 @numba.njit(cache=True)
 def _relayed(rows_LGG, copies_LGN, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks, _ = rows_LGG.shape
-    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves, rows_LGG)
     for layer in range(layers):
         for s in range(ranks):
             for d in range(ranks):
@@ -140,7 +142,7 @@ def _relayed(rows_LGG, copies_LGN, inner, nic_G, leaf_N, leaves):  # type: ignor
 @numba.njit(cache=True)
 def _gathered(homes_LG, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
     layers, ranks = homes_LG.shape
-    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves)
+    near, out, into, up, down = no_rows(layers, ranks, inner, nic_G, leaves, homes_LG)
     nodes = (ranks + inner - 1) // inner
     for layer in range(layers):
         for s in range(ranks):

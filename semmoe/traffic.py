@@ -1,7 +1,7 @@
 """Traffic: what one batch moves between ranks, layer by layer.
 
 The simulator makes it from routes with `count_traffic`; the harness fills the same type from what it sent.
-Arrays carry a leading axis L so that a whole forward pass is counted at once; `Traffic.layer(l)` is one layer.
+Arrays carry a leading axis L so that a whole forward pass is counted at once.
 """
 
 from __future__ import annotations
@@ -88,28 +88,6 @@ class Traffic:
     @property
     def ep_size(self) -> int:
         return self.homes_LG.shape[1]
-
-    def layer(self, index: int) -> Traffic:
-        """The same for one layer (arrays keep a leading axis of length 1)."""
-        cut = slice(index, index + 1)
-        parts = tuple(
-            replace(
-                c,
-                rows_LGG=None if c.rows_LGG is None else c.rows_LGG[cut],
-                buffer_rows_L=None if c.buffer_rows_L is None else c.buffer_rows_L[cut],
-                copies_LGN=None if c.copies_LGN is None else c.copies_LGN[cut],
-            )
-            for c in self.collectives
-        )
-        return Traffic(
-            self.homes_LG[cut],
-            self.assignment_pairs_LGG[cut],
-            self.rank_pairs_LGG[cut],
-            self.expert_rows_LG[cut],
-            self.active_experts_LG[cut],
-            parts,
-            self.tokens,
-        )
 
     def cut(self, layers: slice) -> Traffic:
         """Pairs and rows of some layers, without collectives."""
@@ -257,9 +235,8 @@ def with_collectives(
         buffer = np.full(layers, traffic.tokens, dtype=np.int64)
         reduce = Collective("all_reduce", spec.row_bytes, buffer_rows_L=buffer)
         return replace(traffic, collectives=(reduce, reduce))
-    inward = np.broadcast_to(homes_LG[:, None, :], (layers, ep_size, ep_size)).astype(
-        np.int64
-    )  # [l, s, d] = homes of d
+    # [l, s, d] = homes of d
+    inward = np.ascontiguousarray(np.broadcast_to(homes_LG[:, None, :], (layers, ep_size, ep_size)))
     outward = np.ascontiguousarray(inward.swapaxes(1, 2))
     if spec.dispatcher == "allgather_rs":
         around = (

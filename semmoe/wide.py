@@ -101,8 +101,8 @@ def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, l
     dedup: one copy a node, relayed there; otherwise one row an assignment, straight.
     """
     tokens, layers, k = slots_TLk.shape
-    near, out, into, up, down = no_rows(layers, ep_size, inner, nic_G, leaves)
     homes, hits = np.zeros((layers, ep_size), dtype=np.int64), np.zeros((layers, num_slots), dtype=np.int64)
+    near, out, into, up, down = no_rows(layers, ep_size, inner, nic_G, leaves, homes)
     local, pairs = np.zeros(layers, dtype=np.int64), np.zeros(layers, dtype=np.int64)
     exchanged = np.zeros((layers, ep_size), dtype=np.int64)
     rank_of = (np.arange(num_slots) // (num_slots // ep_size)).astype(np.uint32)

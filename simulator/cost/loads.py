@@ -1,6 +1,6 @@
 """Busiest port, pair, NIC and leaf of an exchange, layer by layer: the numbers that its time depends on.
 
-`maxima` is the fast path for one node; tests hold it, and the ports, to the loads on the topology's graph.
+On one node the pairs are read as they are; tests hold that, and the ports, to the loads on the topology's graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loads:
 def loads_of(c: Collective, wiring: Wiring) -> Loads:
     """Loads of one exchange."""
     if wiring.nodes == 1 and c.rows_LGG is not None:
-        port, mean, pair = maxima(c.rows_LGG)
+        port, mean, pair = near_maxima(c.rows_LGG)  # one node: every rank's place is its number
         return Loads(port, mean, pair, np.zeros_like(port), np.zeros_like(port))
     return loads_of_ports(c.ports(wiring), wiring)
 
@@ -53,36 +53,11 @@ def loads_of_ports(ports: Ports, wiring: Wiring) -> Loads:
 
 
 @numba.njit(cache=True)
-def maxima(rows_LGG):  # type: ignore[no-untyped-def]
-    """(port_L, mean_port_L, pair_L) in rows, of one node; see Loads."""
-    layers, ranks, _ = rows_LGG.shape
-    port, mean, pair = np.zeros(layers), np.zeros(layers), np.zeros(layers)
-    inward = np.zeros(ranks, dtype=rows_LGG.dtype)
-    for layer in range(layers):
-        inward[:] = 0
-        most, largest, total = 0, 0, 0
-        for s in range(ranks):
-            out = 0
-            for d in range(ranks):
-                rows = rows_LGG[layer, s, d]
-                if s == d or rows == 0:
-                    continue
-                out += rows
-                inward[d] += rows
-                largest = max(largest, rows)
-            most, total = max(most, out), total + out
-        for d in range(ranks):
-            most = max(most, inward[d])
-        port[layer], pair[layer], mean[layer] = most, largest, total / ranks
-    return port, mean, pair
-
-
-@numba.njit(cache=True)
 def near_maxima(near_LGI):  # type: ignore[no-untyped-def]
     """(port_L, mean_port_L, pair_L) in rows, from rows inside nodes; see Loads and Ports."""
     layers, ranks, inner = near_LGI.shape
     port, mean, pair = np.zeros(layers), np.zeros(layers), np.zeros(layers)
-    inward = np.zeros(ranks, dtype=np.int64)
+    inward = np.zeros(ranks, dtype=near_LGI.dtype)
     for layer in range(layers):
         inward[:] = 0
         most, largest, total = 0, 0, 0

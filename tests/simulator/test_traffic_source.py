@@ -10,6 +10,7 @@ from semmoe.builder import RunBuilder
 from semmoe.dispatch import valid_pairs
 from semmoe.results import check_row
 from simulator.app import simulate, step_timer
+from simulator.cost.loads import loads_of
 from simulator.expected_error import table
 
 SERVED = tuple(override for override in SERVE if not override.startswith("cluster."))
@@ -61,3 +62,18 @@ def test_one_token_more_brings_its_share_of_rows(builder):
     one, two = (source.of_rows(np.arange(n), np.zeros(n, dtype=np.int64)) for n in (1, 2))
     assert two.expert_rows_LG == pytest.approx(2 * one.expert_rows_LG) and one.expert_rows_LG.max() < 4
     assert (two.active_experts_LG < 2 * one.active_experts_LG).all(), "two tokens share some experts"
+
+
+@pytest.mark.parametrize(("flow", "dispatcher"), [pair for pair in valid_pairs() if pair[1]])
+def test_rows_of_few_expected_tokens_add_up_on_every_link(flow, dispatcher, builder):
+    names = (*BATCHES, "cluster=h100x16", f"flow={flow}", f"dispatcher={dispatcher}", "routing=expected")
+    timer = step_timer(build(builder, *names))
+    wiring = timer.cost.network.wiring
+    few, many = (
+        timer.source.of_rows(np.zeros(n, np.int64), np.zeros(n, np.int64) if flow == "dp" else None) for n in (1, 1000)
+    )
+    for one, thousand in zip(few.collectives, many.collectives, strict=True):
+        ports, more = one.ports(wiring), thousand.ports(wiring)
+        for name in ("node_rows_L", "nic_rows_L"):
+            assert getattr(more, name) == pytest.approx(1000 * getattr(ports, name)), (one.op, name)
+        assert loads_of(thousand, wiring).port_L == pytest.approx(1000 * loads_of(one, wiring).port_L), one.op
