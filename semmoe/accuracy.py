@@ -9,7 +9,6 @@ measured Traffic to the last row; free-running LAR is within 1 point.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -20,8 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from .compare import Comparison, compare
-from .errors import UserError
-from .results import write_atomically
+from .page_command import write_page
 
 MEDIAN_PCT, P90_PCT, LAR_POINTS = 10.0, 20.0, 1.0
 PHASES = ("plan", "gate", "permute", "srs", "dispatch", "experts", "combine", "sag", "other", "layer")
@@ -144,23 +142,16 @@ def _phases(rows: pd.DataFrame) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and print the bars. Exit status 0 whether they are met or not: a miss is a result."""
-    parser = argparse.ArgumentParser(prog="python -m semmoe.accuracy", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, those of replays too")
-    parser.add_argument("--out", type=Path, default=Path("results/accuracy.md"))
-    parser.add_argument("--command", default="make accuracy", help="what to name as the command that made it")
-    options = parser.parse_args(argv)
-    try:
-        comparison = compare(options.runs)
-        write_atomically(options.out, document(comparison, options.command))
-    except UserError as error:
-        print(f"semmoe accuracy: {error}", file=sys.stderr)
-        return 2
-    for bar in bars(comparison):
-        print(
-            f"{bar.what:42s} {bar.figure:6.1f} {bar.unit} (at most {bar.allowed:.1f}): {'met' if bar.met else 'MISSED'}"
-        )
-    print(f"written: {options.out}")
-    return 0
+    return write_page("accuracy", __doc__ or "", _page, argv)
+
+
+def _page(runs: list[Path], command: str) -> tuple[str, list[str]]:
+    comparison = compare(runs)
+    said = [
+        f"{bar.what:42s} {bar.figure:6.1f} {bar.unit} (at most {bar.allowed:.1f}): {'met' if bar.met else 'MISSED'}"
+        for bar in bars(comparison)
+    ]
+    return document(comparison, command), said
 
 
 if __name__ == "__main__":

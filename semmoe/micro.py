@@ -8,16 +8,15 @@ The routes have a dial (`trace.local_rate`); the page shows the LAR that was rep
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 
 from .errors import UserError
-from .results import read_rows, write_atomically
+from .page_command import write_page
+from .results import read_rows
 
 SIDES = ("simulator", "harness")
 CURVE = ("all_to_all_ms", "experts_ms", "layer_ms")
@@ -118,18 +117,7 @@ def _pair(simulated: float, measured: float, digits: int = 3) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser(prog="python -m semmoe.micro", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders (results/runs/micro)")
-    parser.add_argument("--out", type=Path, default=Path("results/micro.md"))
-    parser.add_argument("--command", default="make micro", help="what to name as the command that made it")
-    options = parser.parse_args(argv)
-    try:
-        write_atomically(options.out, document(read_rows(options.runs), options.command))
-    except UserError as error:
-        print(f"semmoe micro: {error}", file=sys.stderr)
-        return 2
-    print(f"written: {options.out}")
-    return 0
+    return write_page("micro", __doc__ or "", lambda runs, command: (document(read_rows(runs), command), ()), argv)
 
 
 if __name__ == "__main__":

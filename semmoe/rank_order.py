@@ -8,7 +8,6 @@ Within one model, flow, dispatcher and batch size, every pair of policies: wheth
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import pandas as pd
 
 from .compare import Comparison, compare
 from .errors import UserError
-from .results import write_atomically
+from .page_command import write_page
 from .verdict import Pair, pairs
 
 FEWEST = 6  # policies in one setting
@@ -78,20 +77,12 @@ def _faster(a: int, b: int, sign: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and print the counts."""
-    parser = argparse.ArgumentParser(prog="python -m semmoe.rank_order", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders (results/runs/rank_order)")
-    parser.add_argument("--out", type=Path, default=Path("results/rank_order.md"))
-    parser.add_argument("--command", default="make rank-order", help="what to name as the command that made it")
-    options = parser.parse_args(argv)
-    try:
-        comparison = compare(options.runs)
-        write_atomically(options.out, document(comparison, options.command))
-        print(summary(rank_order(comparison)[1]))
-    except UserError as error:
-        print(f"semmoe rank_order: {error}", file=sys.stderr)
-        return 2
-    print(f"written: {options.out}")
-    return 0
+    return write_page("rank_order", __doc__ or "", _page, argv)
+
+
+def _page(runs: list[Path], command: str) -> tuple[str, list[str]]:
+    comparison = compare(runs)
+    return document(comparison, command), [summary(rank_order(comparison)[1])]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from semmoe.dispatch import DISPATCHERS, DispatchSpec, valid_pairs
 from semmoe.errors import UserError
 from semmoe.locality import LocalityMeter
-from semmoe.traffic import count_pairs_numba, count_pairs_numpy, count_traffic, differences
+from semmoe.route_counts import count_pairs_numba, count_pairs_numpy
+from semmoe.traffic import count_traffic, differences
 from semmoe.wiring import Wiring
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from semmoe.errors import UserError
 from semmoe.ports import gathered_ports, relayed_ports, straight_ports
+from semmoe.route_counts import node_copies
 from semmoe.specs import ClusterSpec
-from semmoe.traffic import node_copies
 from semmoe.wiring import Wiring
 
 

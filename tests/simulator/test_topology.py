@@ -8,8 +8,9 @@ from simulator_kit import cluster, spec
 
 from semmoe.errors import UserError
 from semmoe.ports import straight_ports
+from semmoe.route_counts import node_copies
 from semmoe.specs import ClusterSpec
-from semmoe.traffic import Collective, node_copies
+from semmoe.traffic import Collective
 from semmoe.wiring import Wiring
 from simulator.cost.flow_level import FlowCost
 from simulator.cost.loads import Loads, loads_of, loads_of_ports
