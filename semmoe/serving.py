@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UserError
-from .prefix_cache import PrefixCache
+from .kv_store import KvStore
 from .schedule.base import RankStates, RequestScheduler, assign_all
 from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, TokenRows
 
@@ -28,7 +28,6 @@ __all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "Step
 
 @dataclass(eq=False)
 class _Queue:
-    cache: PrefixCache
     waiting: deque[int] = field(default_factory=deque)
     running: list[int] = field(default_factory=list)
 
@@ -50,8 +49,7 @@ class ServingLoop:
 
     scheduler: request scheduler, used when there is more than one queue; score_of(request) -> score_G or None;
     head_of(request) -> measured head counts_LE or None.
-    Requests that arrived since the last step are assigned together when the next step is formed. kv_used_G: tokens of
-    running requests, a shared prefix once; cached blocks that nobody uses lie in the rest and make way.
+    Requests that arrived since the last step are assigned together when the next step is formed. kv: see kv_store.py.
     """
 
     def __init__(
@@ -79,8 +77,8 @@ class ServingLoop:
                 )
         self.limits, self.scheduler, self.score_of, self.head_of = limits, scheduler, score_of, head_of
         self.hold_kv = hold_kv
-        self.queues = [_Queue(PrefixCache(limits.prefix_block_tokens)) for _ in range(queues)]
-        self._caching = bool(limits.prefix_block_tokens) and any(r.prefix_ids for r in self.requests)
+        self.queues = [_Queue() for _ in range(queues)]
+        self.kv = KvStore(self.requests, queues, limits)
         count = len(self.requests)
         self.prompt_R = np.array([r.prompt_len for r in self.requests], dtype=np.int64)
         self.output_R = np.array([r.output_len for r in self.requests], dtype=np.int64)
@@ -93,10 +91,8 @@ class ServingLoop:
         self.first_token_ms_R = np.full(count, np.nan)
         self.last_token_ms_R = np.full(count, np.nan)
         self.finish_ms_R = np.full(count, np.nan)
-        self.kv_used_G = np.zeros(queues, dtype=np.int64)
         self.preemptions = 0
         self.steps = 0
-        self._held: dict[int, list[int]] = {}  # cached blocks that a request uses, from its prompt's beginning
         self._loading_R = np.zeros(count, dtype=bool)  # admitted, its KV still on the way from another loop
         self._remote_R = np.zeros(count, dtype=bool)  # its KV lies in another loop and has not been asked for
         self._fetches: list[int] = []
@@ -164,7 +160,7 @@ class ServingLoop:
             np.array(queued, dtype=np.int64),
             np.array([len(q.running) for q in self.queues], dtype=np.int64),
             np.array([len(q.waiting) for q in self.queues], dtype=np.int64),
-            self.kv_used_G.copy(),
+            self.kv.used_G.copy(),
             self.limits.kv_tokens,
         )
 
@@ -176,7 +172,7 @@ class ServingLoop:
         self._now_ms = max(self._now_ms, now_ms)
         self._assign_pending()
         steady = self._steady
-        if steady is None or (steady.count_G > self.limits.kv_tokens - self.kv_used_G).any():
+        if steady is None or (steady.count_G > self.limits.kv_tokens - self.kv.used_G).any():
             parts: list[NDArray[np.int64]] = []
             for rank, queue in enumerate(self.queues):
                 parts += self._plan_queue(rank, queue)
@@ -209,9 +205,10 @@ class ServingLoop:
         computed_N = step.start_N + step.count_N
         self.computed_R[ids] = computed_N
         used_G = np.bincount(step.rank_N, weights=step.count_N, minlength=len(self.queues))
-        self.kv_used_G += used_G.astype(np.int64)
-        if self._caching:
-            self._cache_blocks(ids)
+        self.kv.used_G += used_G.astype(np.int64)
+        if self.kv.caching:
+            ranks, tokens = self.rank_R[ids].tolist(), computed_N.tolist()
+            self.kv.keep_blocks(zip(ranks, [self.requests[r] for r in ids], tokens, strict=True))
         made_N = self.produced_R[ids]
         ready = computed_N >= self.prompt_R[ids] + made_N
         sampled, made_n = (ids, made_N + 1) if ready.all() else (ids[ready], made_N[ready] + 1)
@@ -239,11 +236,11 @@ class ServingLoop:
         """How often the step in flight comes again, one position on each time and itself counted, unless requests or KV
         arrive: every running request decodes, until the first one ends or a rank has no room."""
         steady = self._steady
-        if steady is None or self._in_flight is None or self._caching:
+        if steady is None or self._in_flight is None or self.kv.caching:
             return 1
         ids, busy_G = steady.request_N, np.maximum(steady.count_G, 1)
         left = int((self.output_R[ids] - self.produced_R[ids]).min())
-        rooms_G = np.where(steady.count_G, (self.limits.kv_tokens - self.kv_used_G) // busy_G, left)
+        rooms_G = np.where(steady.count_G, (self.limits.kv_tokens - self.kv.used_G) // busy_G, left)
         return max(min(left, int(rooms_G.min())), 1)
 
     def complete_steady(self, step: StepPlan, end_ms_S: Sequence[float]) -> None:
@@ -256,7 +253,7 @@ class ServingLoop:
             repeats = len(before)
             self.computed_R[ids] += repeats
             self.produced_R[ids] += repeats
-            self.kv_used_G += repeats * steady.count_G
+            self.kv.used_G += repeats * steady.count_G
             self._gaps_ms.append(before[0] - self.last_token_ms_R[ids])
             self._gaps_ms.append(np.repeat(np.diff(before), len(ids)))
             self.last_token_ms_R[ids] = before[-1]
@@ -294,8 +291,8 @@ class ServingLoop:
             heads = [self.head_of(request) for request in pending] if self.head_of else []
             known = [h for h in heads if h is not None] if heads and heads[0] is not None else None
             states = self.rank_states()
-            if self._caching:
-                states = replace(states, prefix_hit_tokens_RG=self._known_hits(pending))
+            if self.kv.caching:
+                states = replace(states, prefix_hit_tokens_RG=self.kv.hits_RG(pending))
             ranks = assign_all(self.scheduler, pending, stacked, states, known)
         for request, rank in zip(pending, ranks, strict=True):
             self.rank_R[request.id] = rank
@@ -305,7 +302,7 @@ class ServingLoop:
         """Entries of one queue, [5, n] arrays of (rank, request, phase, start, count): decode, started prompts, new."""
         if not (queue.running or queue.waiting):
             return []
-        budget, kv_free = self.limits.max_batch_tokens, int(self.limits.kv_tokens - self.kv_used_G[rank])
+        budget, kv_free = self.limits.max_batch_tokens, self.kv.free_tokens(rank)
         running = np.array(queue.running, dtype=np.int64)
         loading, made = self._loading_R[running], self.produced_R[running]
         decodes = (self.prompt_R[running] + made == self.computed_R[running] + 1) & (made > 0) & ~loading
@@ -350,9 +347,8 @@ class ServingLoop:
         """Start the waiting request if its KV fits into kv_free; the KV tokens that it takes or reserves, 0 if it does
         not fit. Blocks of its prefix that the rank holds are computed already."""
         asked, remote = self.requests[request], bool(self._remote_R[request])
-        ids = asked.prefix_ids if self._caching and not remote else ()
-        blocks = queue.cache.hit_blocks(ids, asked.prompt_len)
-        hit, woken = blocks * self.limits.prefix_block_tokens, queue.cache.idle_tokens_of(ids[:blocks])
+        blocks, woken = (0, 0) if remote else self.kv.hit(rank, asked)
+        hit = blocks * self.limits.prefix_block_tokens
         needed = self._prefill_left(request) - hit + woken
         if needed + 1 > kv_free:
             return 0
@@ -362,13 +358,12 @@ class ServingLoop:
             self._remote_R[request], self._loading_R[request] = False, True
             self._fetches.append(request)
             self.computed_R[request] = asked.prompt_len
-            self.kv_used_G[rank] += asked.prompt_len
+            self.kv.used_G[rank] += asked.prompt_len
             return needed
         if self.hit_tokens_R[request] < 0:
             self.hit_tokens_R[request] = hit
         if blocks:
-            self._held[request] = list(ids[:blocks])
-            self.kv_used_G[rank] += queue.cache.acquire(ids[:blocks])
+            self.kv.take(rank, asked, blocks)
             self.computed_R[request] = hit
         return needed
 
@@ -383,39 +378,12 @@ class ServingLoop:
         """Give back all KV of the youngest running request, whose tokens will be recomputed; returns the tokens freed."""
         queue.running.remove(victim)
         queue.waiting.appendleft(victim)
-        before = int(self.kv_used_G[rank])
-        self._free_kv(victim)
+        freed = self._free_kv(victim)
         self.computed_R[victim] = 0
         self._loading_R[victim] = False
         self._steady = None
         self.preemptions += 1
-        return before - int(self.kv_used_G[rank])
+        return freed
 
-    def _free_kv(self, request: int) -> None:
-        rank, held = int(self.rank_R[request]), self._held.pop(request, [])
-        self.kv_used_G[rank] -= self.computed_R[request] - len(held) * self.limits.prefix_block_tokens
-        if held:
-            self.kv_used_G[rank] -= self.queues[rank].cache.release(held)
-
-    def _known_hits(self, pending: Sequence[Request]) -> NDArray[np.int64]:
-        """Prompt tokens [R, G] of each request whose KV a rank holds now."""
-        blocks = [[q.cache.hit_blocks(r.prefix_ids, r.prompt_len) for q in self.queues] for r in pending]
-        return np.array(blocks, dtype=np.int64) * self.limits.prefix_block_tokens
-
-    def _cache_blocks(self, ids: NDArray[np.int64]) -> None:
-        """Cache the blocks of declared prefixes that these requests have computed, and keep to the KV budget.
-
-        A block that another request cached meanwhile is used from there on, and the copy is dropped.
-        """
-        size = self.limits.prefix_block_tokens
-        for request in ids.tolist():
-            asked = self.requests[request]
-            held = self._held.get(request, [])
-            whole = min(int(self.computed_R[request]), asked.prompt_len) // size
-            cache, rank = self.queues[int(self.rank_R[request])].cache, int(self.rank_R[request])
-            for block in asked.prefix_ids[len(held) : whole]:
-                self._held.setdefault(request, []).append(block)
-                if not cache.add(block):
-                    self.kv_used_G[rank] += cache.acquire([block]) - size
-        for rank, queue in enumerate(self.queues):
-            queue.cache.evict(int(self.kv_used_G[rank]) + queue.cache.idle_tokens - self.limits.kv_tokens)
+    def _free_kv(self, request: int) -> int:
+        return self.kv.give_back(int(self.rank_R[request]), request, int(self.computed_R[request]))

@@ -97,12 +97,12 @@ def test_tokens_are_conserved_and_the_budget_kept_with_shared_prefixes(shapes, q
 
     def checked(step, duration_ms, finished=()):
         complete(step, duration_ms, finished)
-        idle = np.array([q.cache.idle_tokens for q in loop.queues])
-        assert (loop.kv_used_G >= 0).all() and (loop.kv_used_G + idle <= kv_tokens).all()
+        idle = np.array([cache.idle_tokens for cache in loop.kv.caches])
+        assert (loop.kv.used_G >= 0).all() and (loop.kv.used_G + idle <= kv_tokens).all()
 
     loop.complete = checked  # type: ignore[method-assign]
     plans = drive(loop)
-    assert (loop.produced_R == loop.output_R).all() and (loop.kv_used_G == 0).all()
+    assert (loop.produced_R == loop.output_R).all() and (loop.kv.used_G == 0).all()
     computed = sum(plan.num_tokens for plan in plans)
     needed = int((loop.prompt_R + loop.output_R - 1 - loop.hit_tokens_R).sum())
     assert computed >= needed if loop.preemptions else computed == needed

@@ -46,7 +46,7 @@ def test_every_request_is_served_once_within_the_limits(shapes, queues, batch_to
     plans = drive(loop)
     assert np.isfinite(loop.finish_ms_R).all() and (loop.finish_ms_R >= loop.first_token_ms_R).all()
     assert (loop.first_token_ms_R > loop.arrival_ms_R).all()
-    assert (loop.produced_R == loop.output_R).all() and (loop.kv_used_G == 0).all()
+    assert (loop.produced_R == loop.output_R).all() and (loop.kv.used_G == 0).all()
     for plan in plans:
         per_queue = np.bincount(plan.rank_N, weights=plan.count_N, minlength=queues)
         assert per_queue.max() <= batch_tokens and plan.count_N.min() > 0

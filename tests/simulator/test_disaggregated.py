@@ -64,7 +64,7 @@ def test_every_request_is_served_once_across_the_pools(shapes, prefill, decode, 
     outputs = np.array([r.output_len for r in requests])
     made = np.where(outputs > 1, service.decode.produced_R, service.prefill.produced_R)
     assert made.tolist() == outputs.tolist()
-    assert not service.prefill.kv_used_G.any() and not service.decode.kv_used_G.any()
+    assert not service.prefill.kv.used_G.any() and not service.decode.kv.used_G.any()
     tokens = [sum(plan.num_tokens for plan in timer.timeline.plans) for timer in timers]
     assert sum((plan.phase_N == DECODE).sum() for plan in timers[0].timeline.plans) == 0
     if not service.prefill.preemptions:
