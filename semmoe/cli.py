@@ -43,23 +43,11 @@ USAGE = """semmoe COMMAND [options] [key=value ...]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0, 2 for what a user can put right, 1 for anything else, 130 and 143 when stopped."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE, file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] == "--version":
-        print(f"semmoe {__version__}")
-        return 0
-    command, rest = words[0], words[1:]
-    add_working_directory()
+    command = words[0] if words else ""
     try:
-        if command not in COMMANDS:
-            raise UserError(f"no such command{nearest(command, COMMANDS)}; semmoe --help explains them")
-        if command in CONFIGURED and {"-h", "--help"} & set(rest):
-            print(explain_command(command, COMMANDS[command].__doc__ or ""))
-            return 0
-        with _ended_by_sigterm():
-            status = COMMANDS[command](rest) or 0
-        sys.stdout.flush()
+        status = _run(words)
+        if sys.stdout is not None:  # None: closed by the shell, as with `>&-`
+            sys.stdout.flush()  # or a reader that went away shows at the interpreter's end only
         return status
     except KeyboardInterrupt as stop:
         name = stop.args[0] if stop.args else "interrupted"
@@ -85,6 +73,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             _say(command, "this is a fault of semmoe, not of your input; please report it with the lines above")
         return 1
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"semmoe {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    add_working_directory()
+    if command not in COMMANDS:
+        raise UserError(f"no such command{nearest(command, COMMANDS)}; semmoe --help explains them")
+    if command in CONFIGURED and {"-h", "--help"} & set(rest):
+        print(explain_command(command, COMMANDS[command].__doc__ or ""))
+        return 0
+    with _ended_by_sigterm():
+        return COMMANDS[command](rest) or 0
 
 
 def _say(command: str, text: str) -> None:

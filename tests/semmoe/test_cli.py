@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -180,6 +182,18 @@ def test_signals_end_the_command_with_their_status_and_leave_whole_rows_only(her
     assert child.returncode == status and "finished rows are kept" in err and "Traceback" not in err
     files = list((here / "results/runs/default").iterdir())
     assert files and all(json.loads(file.read_text())["tokens"] for file in files)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["policies"]])
+def test_a_reader_that_goes_away_ends_the_command_quietly(argv):
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `| true` does, but before the first byte: every write fails
+    command = [sys.executable, "-m", "semmoe.cli", *argv]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert done.returncode == 1 and done.stderr == ""
+    closed = subprocess.run(f"exec {shlex.join(command)} >&-", shell=True, capture_output=True, text=True, timeout=60)
+    assert closed.returncode == 0 and closed.stderr == ""
 
 
 def test_place_writes_a_placement_that_can_be_read(here, capsys):
