@@ -3,7 +3,8 @@
 Takes the rows of run folders (simulated and measured, joined as `semmoe compare` does), makes the interval that `advise`
 would give each configuration's layer time, and each pair of configurations' gain, and counts how often the measured
 value lies inside. On CPU machines the residuals of a configuration's interval come from the other configurations
-(leave one out), so that none is judged by itself; configurations of fewer than three others get the committed ones.
+(leave one out), and what two configurations have in common from pairs of other settings, so that none is judged by
+itself; configurations of fewer than three others get the committed ones.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ def cases(folders: Sequence[str | Path], level: float = LEVEL) -> tuple[list[Cas
     layers, gains = [], []
     phases = [_phases(comparison.rows[comparison.rows.key == line.key]) for line in lines]
     settings = [setting(comparison.rows[comparison.rows.key == line.key].iloc[0]) for line in lines]
+    first_of = [settings.index(found) for found in settings]
     clusters = {str(line.cluster): _cluster(str(line.cluster)) for line in lines}
     for i, line in enumerate(lines):
         cluster = clusters[str(line.cluster)]
-        others = Residuals.of(np.delete(logs, i).tolist()) if cluster.cores else None
+        first = first_of[i]
+        elsewhere = [logs[a] - logs[b] for a, b in enumerate(first_of) if a != b and b != first]
+        others = Residuals.of(np.delete(logs, i).tolist(), elsewhere) if cluster.cores else None
         low, high = interval(possible_ms([phases[i]], cluster, seed=i, residuals=others)[:, 0], level)
         layers.append(Case(line.configuration, low, line.layer_ms_predicted, high, line.layer_ms_measured))
-        first = settings.index(settings[i])
         if first == i:
             continue
         both = possible_ms([phases[i], phases[first]], cluster, seed=i, residuals=others)

@@ -6,8 +6,9 @@ A predicted time is sum_p phase_p; what it may really be is
 
 e standard normal. What is common (the same curve, the same kernel, the same machine) cancels in a gain, what is own does
 not. Measured curves and tables: sigma_p from the held-out errors of results/validate.md (p90 / 1.645). Presets with
-assumed parts: ASSUMED times as much. CPU machines: bias and spread of what was measured there (`Residuals.of`), whose
-own single operations are calibrated, but whose cores are shared and noisy.
+assumed parts: ASSUMED times as much. CPU machines: bias, spread and r of what was measured there (`Residuals.of`), whose
+own single operations are calibrated, but whose cores are shared and noisy: most of an error is the setting's (ranks,
+tokens), so two configurations of one setting have it in common.
 """
 
 from __future__ import annotations
@@ -31,22 +32,34 @@ LEVEL = 0.8
 
 @dataclass(frozen=True)
 class Residuals:
-    """Of log(measured / predicted) over whole configurations: its mean and standard deviation."""
+    """Of log(measured / predicted) over whole configurations: its mean and standard deviation, and the share of its
+    variance that two configurations of one setting have in common."""
 
     bias: float = 0.0
     spread: float = 0.0
+    common: float = COMMON
 
     @classmethod
-    def of(cls, logs: Sequence[float]) -> Residuals:
-        """From earlier configurations; the spread is widened as Student's t is, for few of them."""
+    def of(cls, logs: Sequence[float], differences: Sequence[float] = ()) -> Residuals:
+        """From earlier configurations, and differences of two of one setting; widened as Student's t is, for few of them.
+
+        The variance of a difference is 2 (1 - common) spread^2, so that a gain's interval is as wide as differences were.
+        """
         values = np.asarray(logs, dtype=np.float64)
         if len(values) < 3:
             return CPU
-        wider = np.sqrt(1 + 1 / len(values)) * (1 + 1 / (2 * (len(values) - 1)))
-        return cls(float(values.mean()), float(values.std(ddof=1) * wider))
+        spread = float(values.std(ddof=1) * _wider(len(values)))
+        if len(differences) < 3 or spread == 0:
+            return cls(float(values.mean()), spread, CPU.common)
+        apart = float(np.mean(np.square(differences))) * _wider(len(differences)) ** 2
+        return cls(float(values.mean()), spread, float(np.clip(1 - apart / (2 * spread**2), 0.0, 1.0)))
 
 
-CPU = Residuals(0.17, 0.10)  # the 11 configurations of results/demo.md: median error -16 %
+def _wider(count: int) -> float:
+    return float(np.sqrt(1 + 1 / count) * (1 + 1 / (2 * (count - 1))))
+
+
+CPU = Residuals(-0.13, 0.14, 0.86)  # the 38 configurations of results/coverage.md, 2 and 4 ranks on 2 cores
 
 
 def possible_ms(
@@ -60,13 +73,13 @@ def possible_ms(
     rng = np.random.default_rng(seed)
     shape = (draws, len(phases))
 
-    shared = 0.0 if cluster.cores else COMMON  # what CPU configurations have in common is their bias
+    if residuals is None:
+        residuals = CPU if cluster.cores else Residuals()
+    shared = residuals.common
 
     def error() -> Float:
         return np.sqrt(shared) * rng.standard_normal((draws, 1)) + np.sqrt(1 - shared) * rng.standard_normal(shape)
 
-    if residuals is None:
-        residuals = CPU if cluster.cores else Residuals()
     wide = ASSUMED if not cluster.cores and "assumed" in _words(cluster) else 1.0
     total = np.zeros(shape)
     for name in sorted({name for table in phases for name in table}):

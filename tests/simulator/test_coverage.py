@@ -44,6 +44,19 @@ def test_residuals_come_from_the_logs_and_few_of_them_fall_back() -> None:
     assert Residuals.of([0.1]) == CPU
 
 
+def test_a_gain_is_as_uncertain_as_differences_within_a_setting_were() -> None:
+    rng = np.random.default_rng(0)
+    setting, own = rng.normal(0, 0.13, 60), rng.normal(0, 0.05, (2, 60))
+    a, b = setting + own
+    residuals = Residuals.of([*a, *b], a - b)
+    assert 0.7 < residuals.common < 0.95
+    both = possible_ms([PHASES, PHASES], cluster("local"), residuals=residuals)
+    low, high = interval(np.log(both[:, 0] / both[:, 1]))
+    assert 0.75 < np.mean((a - b > low) & (a - b < high)) < 0.9
+    unlike = Residuals.of([*a, *b], a - b[::-1])  # pairs of different settings have nothing in common
+    assert unlike.common < 0.4
+
+
 def test_coverage_counts_the_measured_values_inside_and_finds_a_run_that_drifted(tmp_path: Path, capsys) -> None:
     for number in range(8):
         same = {"placement": f"p{number}", "batch_tokens": 100 + number}
