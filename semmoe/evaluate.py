@@ -36,12 +36,15 @@ COLUMNS = {
     "imbalance_total": "load",
     "home_imbalance": "home balance",
     "after_head_lar": "LAR after head",
+    "bytes_per_token": "KB a token",
+    "kv_bytes_per_token": "KV KB a token",
     "planning_ms": "plan ms",
     "placement_s": "place s",
 }
 OWN = Policy("semantic")  # our placement, token scheduler
 FUSION = Policy("fusion")
 WINDOWED = Policy("windowed", {"slack": 0.0})
+DP_ONLY = ("after_head_lar", "kv_bytes_per_token")
 ORDERS = 20  # arrival orders where they matter
 
 
@@ -135,7 +138,7 @@ def table(name: str, bench: Bench, placements: Sequence[str]) -> str:
     parts = []
     for flow, trials in (("TP", tp_trials(placements)), ("DP", dp_trials(placements, bench.ep_size))):
         lines, section = [], ""
-        columns = [c for c in COLUMNS if flow == "DP" or c != "after_head_lar"]
+        columns = [c for c in COLUMNS if flow == "DP" or c not in DP_ONLY]
         for where, trial in trials:
             if where != section:
                 section = where
@@ -168,6 +171,8 @@ def spread(values: NDArray[np.float64], column: str) -> str:
     """Mean and standard deviation over folds (times: the mean alone)."""
     if column in ("planning_ms", "placement_s"):
         return f"{values.mean():.2f}"
+    if column.endswith("bytes_per_token"):
+        return f"{values.mean() / 1e3:.1f}"
     deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
     digits = 2 if column in ("imbalance_total", "home_imbalance", "fan_out") else 3
     return f"{values.mean():.{digits}f} ± {deviation:.{digits}f}"

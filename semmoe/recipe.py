@@ -5,7 +5,7 @@ The run fits it once on the training split; the planned figures fit it again on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -172,22 +172,20 @@ class Recipe:
         max_batches: int | None = None,
     ) -> LocalityMeter:
         """LAR, fan-out, imbalance and bytes of `trace` in batches."""
+        home_T = self.request_ranks(fitted, trace)[trace.request_T] if self.spec.flow == "dp" else None
+        steps = batches(trace, batch_tokens, composition, max_batches, self.seed)
+        return self.metered(fitted, trace, steps, home_T)
+
+    def metered(
+        self, fitted: Fitted, trace: RoutingTrace, steps: Iterable[NDArray[np.int64]], home_T: NDArray[np.int64] | None
+    ) -> LocalityMeter:
+        """The same of the given rows of `trace`, step by step. home_T: rank of every token of it (flow dp)."""
         planner = self.planner(fitted, trace)
-        rank_R = self.request_ranks(fitted, trace) if self.spec.flow == "dp" else None
         meter = LocalityMeter(trace.num_layers, self.ep_size, self.wiring)
-        for rows_T in batches(trace, batch_tokens, composition, max_batches, self.seed):
-            routed = planner.route(rows_T, None if rank_R is None else rank_R[trace.request_T[rows_T]])
-            meter.add(
-                count_traffic(
-                    routed.slots_TLk,
-                    routed.homes_TL,
-                    self.slots,
-                    self.ep_size,
-                    self.spec,
-                    self.wiring,
-                    routed.returns_TL,
-                )
-            )
+        shape = (self.slots, self.ep_size, self.spec, self.wiring)
+        for rows_T in steps:
+            routed = planner.route(rows_T, None if home_T is None else home_T[rows_T])
+            meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, *shape, routed.returns_TL))
         return meter
 
     def planned(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .decisions import Traced
 from .dispatch import DispatchSpec
+from .heads import Heads
 from .locality import LocalityMeter
 from .planning import StepPlanner
 from .recipe import Fitted, Recipe
@@ -92,26 +93,21 @@ class Run:
         return int(self.cfg["workload"].get("head_tokens") or 0)
 
     @cached_property
-    def home_T(self) -> NDArray[np.int64] | None:
-        """Rank of every held-out token in flow dp: heads where round robin put the request, the rest where it went."""
+    def heads(self) -> Heads | None:
+        """Where the tokens of a batches workload of flow dp run; None in other flows."""
         if self.request_rank_R is None:
             return None
-        trace = self.heldout
-        place_T = np.arange(trace.num_tokens) - trace.request_offset_R1[trace.request_T]
-        arrival_R = np.arange(trace.num_requests) % self.ep_size
-        home_T = np.where(place_T < self.head_tokens, arrival_R[trace.request_T], self.request_rank_R[trace.request_T])
-        return np.asarray(home_T)
+        return Heads(self.heldout, self.request_rank_R, self.ep_size, self.head_tokens)
 
-    @cached_property
+    @property
+    def home_T(self) -> NDArray[np.int64] | None:
+        """Rank of every held-out token in flow dp: heads where round robin put the request, the rest where it went."""
+        return None if self.heads is None else self.heads.home_T
+
+    @property
     def kv_moves_M3(self) -> NDArray[np.int64]:
         """(source rank, destination rank, tokens) of every request whose head's KV cache moves when it is re-homed."""
-        if not self.head_tokens or self.request_rank_R is None:
-            return np.zeros((0, 3), dtype=np.int64)
-        arrival_R = np.arange(self.heldout.num_requests) % self.ep_size
-        head_R = np.minimum(self.head_tokens, self.heldout.length_R)
-        goes_on_R = self.heldout.length_R > self.head_tokens  # a request that ends in its head needs no other home
-        moves = np.stack([arrival_R, self.request_rank_R, head_R], axis=1)
-        return moves[goes_on_R & (arrival_R != self.request_rank_R)]
+        return np.zeros((0, 3), dtype=np.int64) if self.heads is None else self.heads.kv_moves_M3
 
     def batch_steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
         """(rows of the held-out trace, home rank of each row or None) of every batch of a batches workload."""

@@ -9,7 +9,7 @@ request scheduler then places it for good, `window` requests at a time, in sever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .config import conf_dir, group_options
 from .dispatch import DispatchSpec
 from .errors import UserError, nearest
+from .heads import Heads
 from .locality import LocalityMeter
 from .placement.base import Placement, PlacementProblem, check_divisible
 from .plugins import instantiate
@@ -27,7 +28,6 @@ from .profile import Profile
 from .recipe import Fitted, Recipe
 from .specs import ClusterSpec, ModelSpec
 from .trace import RoutingTrace
-from .traffic import count_traffic
 
 Options = dict[str, Any]
 
@@ -210,20 +210,22 @@ class Bench:
     def _served(
         self, trial: Trial, recipe: Recipe, fitted: Fitted, trace: RoutingTrace, rank_R: NDArray[np.int64]
     ) -> dict[str, float]:
-        arrival_R = np.arange(trace.num_requests) % self.ep_size
-        place_T = np.arange(trace.num_tokens) - trace.request_offset_R1[trace.request_T]
-        in_head_T = place_T < trial.head_tokens
-        home_T = np.where(in_head_T, arrival_R[trace.request_T], rank_R[trace.request_T])
-        planner = recipe.planner(fitted, trace)
-        whole, behind = (LocalityMeter(trace.num_layers, self.ep_size) for _ in range(2))
+        heads = Heads(trace, rank_R, self.ep_size, trial.head_tokens)
         rows_T = np.random.default_rng(self.seed).permutation(trace.num_tokens)
-        for meter, rows in ((whole, rows_T), (behind, rows_T[~in_head_T[rows_T]])):
-            for begin in range(0, len(rows), self.batch_tokens):
-                batch = rows[begin : begin + self.batch_tokens]
-                routed = planner.route(batch, home_T[batch])
-                meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, recipe.slots, self.ep_size, recipe.spec))
-        moved = float((arrival_R != rank_R).mean()) if trial.head_tokens else 0.0
-        return _figures(whole) | {"after_head_lar": _figures(behind)["lar"], "moved": moved}
+        whole, behind = (
+            recipe.metered(fitted, trace, chunks(rows, self.batch_tokens), heads.home_T)
+            for rows in (rows_T, rows_T[~heads.inside_T[rows_T]])
+        )
+        kv_bytes = heads.kv_moves_M3[:, 2].sum() * self.model.kv_bytes_per_token
+        return _figures(whole) | {
+            "after_head_lar": _figures(behind)["lar"],
+            "kv_bytes_per_token": float(kv_bytes) / trace.num_tokens,
+        }
+
+
+def chunks(rows_T: NDArray[np.int64], batch_tokens: int) -> Iterator[NDArray[np.int64]]:
+    """All rows in batches, the last one shorter."""
+    return (rows_T[begin : begin + batch_tokens] for begin in range(0, len(rows_T), batch_tokens))
 
 
 def _figures(meter: LocalityMeter) -> dict[str, float]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import make_trace
 
 from semmoe.errors import UserError
 from semmoe.evaluate import bar_rows, load, main, spread
+from semmoe.heads import Heads
 from semmoe.inputs import load_cluster
 from semmoe.trials import Bench, Policy, Trial, option, paired
 
@@ -47,6 +49,28 @@ def test_heads_run_where_they_arrived_and_the_rest_where_the_scheduler_says() ->
     assert known["after_head_lar"].mean() > known["lar"].mean() > stays["lar"].mean()
     assert stays["lar"].mean() == pytest.approx(0.25, abs=0.03)  # all tokens are head: nobody is re-homed in time
     assert np.isnan(stays["after_head_lar"]).all()
+
+
+def test_outputs_that_return_elsewhere_save_bytes_and_leave_lar_alone() -> None:
+    plain, moved = BENCH.run(OURS), BENCH.run(paired(OURS, scheduler=Policy("rehome")))
+    assert np.array_equal(plain["lar"], moved["lar"]) and np.array_equal(plain["fan_out"], moved["fan_out"])
+    assert (moved["bytes_per_token"] < plain["bytes_per_token"]).all()
+
+
+def test_the_kv_of_moved_heads_is_charged() -> None:
+    trial = Trial(flow="dp", placement=Policy("contiguous"), scheduler=Policy("windowed", {"slack": 0.0}))
+    stays, half, long = (BENCH.run(paired(trial, head_tokens=n))["kv_bytes_per_token"].mean() for n in (0, 8, 10**6))
+    assert stays == long == 0.0 < half < 8 * 24 * MODEL.kv_bytes_per_token / SMALL.num_tokens
+    ordered = Trial(flow="dp", placement=Policy("contiguous"), scheduler=Policy("round_robin"))
+    assert BENCH.run(ordered)["kv_bytes_per_token"].mean() == 0.0  # everybody stays where he came
+
+
+def test_heads_by_hand() -> None:
+    trace = make_trace(requests=3, tokens=3, layers=1)
+    heads = Heads(trace, np.array([1, 1, 1]), 2, 2)
+    assert heads.home_T.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 1]
+    assert heads.kv_moves_M3.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert Heads(trace, np.array([1, 1, 1]), 2, 3).kv_moves_M3.tolist() == []  # all end in their heads
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
