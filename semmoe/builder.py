@@ -32,9 +32,14 @@ class RunBuilder:
 
     def _disaggregated(self, cfg: dict[str, Any], prefill: int) -> Run:
         """A Run of two pools, each with the placement and policies of its own number of ranks."""
-        ranks = int(cfg["ep_size"] or load_cluster(cfg["cluster"])[1].ranks)
+        cluster = load_cluster(cfg["cluster"])[1]
+        ranks, inner = int(cfg["ep_size"] or cluster.ranks), cluster.ranks_per_node
         if prefill >= ranks:
             raise UserError(f"serving.prefill_ranks={prefill} of {ranks} ranks leaves none to decode; fewer are right")
+        if ranks > inner and prefill % inner:  # a pool's exchanges are priced from the start of a node on
+            raise UserError(
+                f"serving.prefill_ranks={prefill} of {ranks} ranks divides a node of {inner}; a multiple of {inner} is right"
+            )
         if cfg["flow"]["name"] != "dp":
             raise UserError(f"serving.prefill_ranks={prefill} needs flow=dp, where a rank holds whole requests")
         alone = cfg | {"planned_folds": 0, "serving": cfg["serving"] | {"prefill_ranks": 0}}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from semmoe.errors import UserError
 from semmoe.results import TIMED, summary_ms
@@ -137,7 +138,8 @@ def load_log(run: Run) -> StepLog:
 
 
 def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Locality columns over all pools: counts and bytes added up, the rest averaged over tokens."""
+    """Locality columns over all pools: counts and bytes added up, pairs of ranks side by side (none between pools), the
+    rest averaged over tokens."""
     if len(rows) == 1:
         return rows[0]
     weights = [row["tokens"] for row in rows]
@@ -148,6 +150,8 @@ def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             made[name] = sum(value or 0 for value in values)
         elif any(value is None for value in values):
             made[name] = None
+        elif name.endswith("_pairs"):
+            made[name] = json.dumps(block_diag(*map(json.loads, values)).tolist())
         elif isinstance(values[0], str):  # a JSON list over layers
             lists = np.array([json.loads(value) for value in values], dtype=np.float64)
             made[name] = json.dumps(np.average(lists, axis=0, weights=weights).round(6).tolist())

@@ -117,9 +117,11 @@ def test_a_disaggregated_service_gives_a_row_of_both_pools(builder):
     ("overrides", "message"),
     [
         (("serving.prefill_ranks=8",), "leaves none to decode"),
+        (("cluster=h100x16", "serving.prefill_ranks=4"), "divides a node of 8; a multiple of 8"),
         (("serving.prefill_ranks=2", "flow=tp_scattered"), "needs flow=dp"),
     ],
 )
 def test_impossible_pools_are_refused(builder, overrides, message):
+    cluster_of = () if any(word.startswith("cluster") for word in overrides) else ("cluster=h100x8",)
     with pytest.raises(UserError, match=message):
-        build(builder, *SERVED, "cluster=h100x8", *overrides)
+        build(builder, *SERVED, *cluster_of, *overrides)
