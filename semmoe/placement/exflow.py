@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import numba
 import numpy as np
@@ -23,6 +22,7 @@ from ..errors import UserError
 from .base import Placement, PlacementProblem
 from .enumeration import placements
 from .groups import most_a_rank, nodes_of, placed, with_phantoms
+from .search_clock import search_s
 
 FEW_PARTITIONS = 40
 
@@ -44,11 +44,11 @@ class ExFlow:
         wide = most_a_rank(profile.num_experts, ranks) * ranks
         flows = [with_phantoms(profile.transitions_EE(layer), wide) for layer in range(1, profile.num_layers)]
         flow_LEE = np.stack(flows) if flows else np.zeros((0, wide, wide), dtype=np.int64)
-        until = time.monotonic() + problem.time_limit_s
+        until = search_s() + problem.time_limit_s
         rng = problem.rng()
         node_LE = np.zeros((profile.num_layers, wide), dtype=np.int64)
         if nodes > 1:
-            first_stage = time.monotonic() + problem.time_limit_s / 2
+            first_stage = search_s() + problem.time_limit_s / 2
             node_LE = self._least_changes(flow_LEE, nodes, rng, first_stage)
         rank_LE = np.zeros_like(node_LE)
         per_node = ranks // nodes
@@ -78,12 +78,12 @@ class ExFlow:
             for _ in range(self.kicks):  # one kick a layer at a time, so that the time limit is kept
                 shaken(flow_LEE, group_LE, groups, layers, int(rng.integers(1 << 31)), shift)
                 relabel(flow_LEE, group_LE, groups)
-                if time.monotonic() > until:
+                if search_s() > until:
                     break
             value = int(stays(flow_LEE, group_LE))
             if value > best_value:
                 best_value, best_LE = value, group_LE
-            if time.monotonic() > until:
+            if search_s() > until:
                 break
         return best_LE
 

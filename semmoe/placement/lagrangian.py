@@ -15,7 +15,6 @@ Row bound: every item could choose its own best E / G experts.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numba
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from .program import Program
+from .search_clock import search_s
 
 WORK_PER_STEP = 4e9  # item additions of one enumeration of sets: about two seconds
 
@@ -79,7 +79,7 @@ def column_bound(
     home_U = score_UG.argmax(axis=1)
     local_E = np.array([counts_UE[home_U == rank_LE[0, e], e].sum() for e in range(experts)])
     centre = np.concatenate([local_E / 2, score_UG.max(axis=1) / 2]).astype(np.float64)  # its own columns are worth 0
-    until = time.monotonic() + time_limit_s
+    until = search_s() + time_limit_s
     data = counts_UE.astype(np.float64)
     best, steps, lower = np.inf, 0, -np.inf
     sets: list[NDArray[np.float64]] = []
@@ -96,7 +96,7 @@ def column_bound(
         ok = np.isfinite(net_E)
         sets.append(np.hstack([member_EE[ok], taken_EU[ok]]))
         worth.append(np.einsum("ke,ue,ku->k", member_EE[ok], data, taken_EU[ok]))
-        if best < value + 1 or time.monotonic() > until:
+        if best < value + 1 or search_s() > until:
             break
         cuts, right = np.vstack(sets), np.concatenate(worth)
         rows = np.hstack([cuts, np.ones((len(cuts), 1))])

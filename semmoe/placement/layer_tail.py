@@ -5,12 +5,12 @@ minimise sum_l max over g1 != g2 of flow_l(cluster at g1, next layer's cluster a
 
 from __future__ import annotations
 
-import time
-
 import numba
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+
+from .search_clock import search_s
 
 
 def tail_cost(
@@ -42,7 +42,7 @@ def least_tail(
         return rank_LC, tail, tail
     search_tail(np.stack(flows), slow_GG, rank_LC, 40 * len(rank_LC), 0)
     improved = True
-    while improved and time.monotonic() < until:
+    while improved and search_s() < until:
         improved = False
         for layer in range(len(rank_LC)):
             costs = []
@@ -52,10 +52,10 @@ def least_tail(
                 costs.append((flows[layer][:, :, None] * slow_GG[:, rank_LC[layer + 1]].T[None]).max(axis=1))
             order = np.arange(ranks)
             now = sum(float(c[order, rank_LC[layer]].max()) for c in costs)
-            fresh_C = _two_tails(costs, max(min(2.0, until - time.monotonic()), 0.05))
+            fresh_C = _two_tails(costs, max(min(2.0, until - search_s()), 0.05))
             if fresh_C is not None and sum(float(c[order, fresh_C].max()) for c in costs) < now * (1 - 1e-9):
                 rank_LC[layer], improved = fresh_C, True
-            if time.monotonic() > until:
+            if search_s() > until:
                 break
     tail = sum(tail_cost(flow, rank_LC[i], rank_LC[i + 1], slow_GG) for i, flow in enumerate(flows))
     return rank_LC, tail, min(bound, tail)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import numpy as np
@@ -24,6 +23,7 @@ from .exflow import group_flow
 from .groups import most_a_rank, nodes_of, placed, with_phantoms
 from .layer_tail import least_tail
 from .load_balanced import SPREAD, balance, cost
+from .search_clock import search_s
 
 
 class MoETuner:
@@ -41,13 +41,13 @@ class MoETuner:
 
     def place(self, problem: PlacementProblem) -> Placement:
         profile, ranks = problem.profile, problem.ep_size
-        layers, until = profile.num_layers, time.monotonic() + problem.time_limit_s / 2
+        layers, until = profile.num_layers, search_s() + problem.time_limit_s / 2
         wide = most_a_rank(profile.num_experts, ranks) * ranks
         clusters, shares, gaps = [], [], []
         for layer in range(layers):
             load_E = np.zeros(wide)
             load_E[: profile.num_experts] = profile.load_LE[layer]
-            left_s = (until - time.monotonic()) / (layers - layer)
+            left_s = (until - search_s()) / (layers - layer)
             cluster_E, value, bound = balanced_clusters(load_E, ranks, self.tolerance, self.kicks, left_s, problem.seed)
             clusters.append(cluster_E)
             shares.append(value / max(load_E.sum(), 1.0))
@@ -59,7 +59,7 @@ class MoETuner:
             for i in range(1, layers)
         ]
         slowness_GG = relative_slowness(problem)
-        rank_LC, tail, bound = least_tail(flows, slowness_GG, time.monotonic() + problem.time_limit_s / 2)
+        rank_LC, tail, bound = least_tail(flows, slowness_GG, search_s() + problem.time_limit_s / 2)
         notes = {
             "imbalance_share": float(np.mean(shares)),
             "imbalance_gap": float(max(gaps)),

@@ -15,8 +15,6 @@ drawn experts (drawing both needs many more draws), relabelling, the last improv
 
 from __future__ import annotations
 
-import time
-
 import numba
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +23,7 @@ from scipy.optimize import linear_sum_assignment
 from ..errors import UserError
 from .base import Placement, PlacementProblem
 from .groups import most_a_rank, placed
+from .search_clock import search_s
 from .sem_moe_polish import best_experts
 
 STARTS = 6  # orders in which few items answer a placement
@@ -87,7 +86,7 @@ class SemMoeSampler:
 
         mass_LUE: assignments of item u to expert e, E a multiple of G; share_U: an item's part of all tokens.
         """
-        until = time.monotonic() + time_limit_s
+        until = search_s() + time_limit_s
         layers, _, experts = mass_LUE.shape
         mass_LUE = mass_LUE / max(mass_LUE.sum(), 1e-12)
         chance_LEG = np.full((layers, experts, ranks), 1.0 / ranks)
@@ -101,14 +100,14 @@ class SemMoeSampler:
             alike_NLE = np.stack([relabelled(rank_NLE[n], leader_LE, ranks) for n in elite])
             share_LEG = (alike_NLE[..., None] == np.arange(ranks)).mean(axis=0)
             chance_LEG += self.step * (share_LEG - chance_LEG)
-            if time.monotonic() > until or chance_LEG.max(axis=2).min() > 0.99:
+            if search_s() > until or chance_LEG.max(axis=2).min() > 0.99:
                 break
         made = len(leaders)
         best = leaders.pop()
         for one in [best, *leaders]:
             found = self.improved(mass_LUE, share_U, *one, ranks)
             best = found if found[0] < best[0] else best
-            if time.monotonic() > until:
+            if search_s() > until:
                 break
         value, rank_LE, home_U = best
         return value, rank_LE, home_U, made

@@ -10,7 +10,6 @@ per token and layer), request_homes.py (attention-DP, one home a request), excha
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from .base import Placement, PlacementProblem
 from .groups import nodes_of
 from .nodes import order_by_node
 from .request_homes import RequestSide, one_hot
+from .search_clock import search_s
 from .token_homes import TokenSide, sample_of
 
 MOST_STARTS = 512
@@ -102,7 +102,7 @@ class Semantic:
 
     def place(self, problem: PlacementProblem) -> Placement:
         place = self._place_requests if problem.home == "request" else self._place_tokens
-        holds_LEG, planned, starts = place(problem, time.monotonic() + problem.time_limit_s)
+        holds_LEG, planned, starts = place(problem, search_s() + problem.time_limit_s)
         holds_LEG = holds_LEG[:, : problem.model.num_experts]
         return placement_of(holds_LEG, problem, {"planned_value": planned, "starts": starts})
 
@@ -123,7 +123,7 @@ class Semantic:
                 self.load_target,
                 self.iterations,
             )
-            now = time.monotonic()
+            now = search_s()
             until = min(deadline, now + (deadline - now) * workers / (layers - layer))
             return self._solve(side, problem, np.random.default_rng([problem.seed, layer]), until)
 
@@ -171,7 +171,7 @@ class Semantic:
         starts = max(self.restarts, min(MOST_STARTS, int(EFFORT / side.work)))
         best, best_rank = side.improved(side.fresh(rng), weight)
         done = 1
-        while done < starts and time.monotonic() < until:
+        while done < starts and search_s() < until:
             if done < starts // 4 or self.kick == 0:
                 start = side.fresh(rng)
             else:
