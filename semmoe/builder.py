@@ -11,8 +11,10 @@ from .config import POLICY_GROUPS
 from .dispatch import DispatchSpec
 from .errors import UserError
 from .inputs import check_trace, load_cluster, load_trace
+from .plan_store import PlanStore, is_ours
 from .plugins import instantiate
-from .recipe import Recipe
+from .profile import Profile
+from .recipe import Fitted, Recipe
 from .run import Run
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
@@ -20,9 +22,13 @@ from .workload import workload_axes
 
 
 class RunBuilder:
-    """Makes Runs from resolved configs; traces, splits, fits and planned figures are shared between configurations."""
+    """Makes Runs from resolved configs; traces, splits, fits and planned figures are shared between configurations.
 
-    def __init__(self) -> None:
+    plans: where placements and planned figures are kept from one session to the next (default: nowhere).
+    """
+
+    def __init__(self, plans: PlanStore | None = None) -> None:
+        self.plans = plans or PlanStore()
         self._cache: dict[str, Any] = {}
 
     def build(self, cfg: dict[str, Any]) -> Run:
@@ -59,23 +65,20 @@ class RunBuilder:
             raise UserError(f"scope='{cfg['scope']}' must be moe_layers or full_model")
         cfg = cfg | {"dtype": cfg["dtype"] or ("fp32" if cluster.cores else "bf16")}
         recipe = self._recipe(cfg, model, cluster, ep_size)
+        parted = [cfg["trace"], cfg["train_fraction"], cfg["split"], cfg["seed"]]
         train, heldout = self._cached(
-            "split",
-            [cfg["trace"], cfg["train_fraction"], cfg["split"], cfg["seed"]],
-            lambda: trace.split(float(cfg["train_fraction"]), int(cfg["seed"]), str(cfg["split"])),
+            "split", parted, lambda: trace.split(float(cfg["train_fraction"]), int(cfg["seed"]), str(cfg["split"]))
         )
-        key = _fit_key(cfg, ep_size, recipe)
-        fitted = self._cached("fit", key, lambda: recipe.fit(train))
-        work = cfg["workload"]
-        batch_tokens = int(work.get("batch_tokens") or 512)
-        composition = str(work.get("composition") or "shuffled")
-        folds = int(cfg["planned_folds"])
-        planned = self._cached(
-            "planned",
-            [key, folds, batch_tokens, composition, cfg["dispatcher"], cfg["dtype"]]
-            + [cfg["request_scheduler"] if recipe.home == "request" else [cfg["token_scheduler"], cfg["home_cap"]]],
-            lambda: recipe.planned(train, batch_tokens, composition, folds) if folds > 1 else {},
+        profile = self._cached("profile", parted, lambda: Profile.fit(train))
+        predictor = self._cached("predictor", [parted, cfg["predictor"]], lambda: recipe.fit_predictor(profile))
+        key = [trace.digest, *_fit_key(cfg, ep_size, recipe)]
+        store = self.plans if is_ours(cfg["placement"], cfg["predictor"]) else PlanStore()
+        fitted = self._cached(
+            "fit",
+            key,
+            lambda: Fitted(profile, predictor, store.placement(key, lambda: recipe.place(profile, predictor))),
         )
+        planned = self._planned(cfg, recipe, train, key)
         return Run(
             cfg,
             recipe,
@@ -86,6 +89,24 @@ class RunBuilder:
             _axes(cfg, model, cluster, trace, ep_size, recipe),
             cluster_raw=cluster_raw,
         )
+
+    def _planned(
+        self, cfg: dict[str, Any], recipe: Recipe, train: RoutingTrace, fit_key: list[Any]
+    ) -> dict[str, float]:
+        folds = int(cfg["planned_folds"])
+        if folds < 2:
+            return {}
+        work = cfg["workload"]
+        batch_tokens, composition = int(work.get("batch_tokens") or 512), str(work.get("composition") or "shuffled")
+        request = recipe.home == "request"
+        homes = cfg["request_scheduler"] if request else [recipe.spec.flow, cfg["token_scheduler"], cfg["home_cap"]]
+        router = cfg["replica_router"] if recipe.slots > recipe.model.num_experts else None
+        key = [fit_key, folds, batch_tokens, composition, cfg["dispatcher"], cfg["dtype"], homes, router]
+        store = self.plans if is_ours(*(cfg[group] for group in POLICY_GROUPS)) else PlanStore()
+        figures: dict[str, float] = self._cached(
+            "planned", key, lambda: store.figures(key, lambda: recipe.planned(train, batch_tokens, composition, folds))
+        )
+        return figures
 
     def repeats(self, cfg: dict[str, Any]) -> list[Run]:
         """The same run `cfg.repeats` times under increasing repeat numbers."""
@@ -145,7 +166,7 @@ def _fit_key(cfg: dict[str, Any], ep_size: int, recipe: Recipe) -> list[Any]:
         cfg["predictor"],
         ep_size,
         recipe.home,
-        recipe.spec.flow,
+        cfg["time_limit_s"],
         _tiers(cfg, recipe.cluster),
     ]
 

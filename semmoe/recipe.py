@@ -87,9 +87,18 @@ class Recipe:
     def fit(self, train: RoutingTrace) -> Fitted:
         """Fit predictor and placement on a training part."""
         profile = Profile.fit(train)
+        predictor = self.fit_predictor(profile)
+        return Fitted(profile, predictor, self.place(profile, predictor))
+
+    def fit_predictor(self, profile: Profile) -> Any:
+        """The predictor, fitted; None where there is none."""
         predictor = self.make_predictor()
         if predictor is not None:
             predictor.fit(profile)
+        return predictor
+
+    def place(self, profile: Profile, predictor: Any) -> Placement:
+        """What the placement policy makes of a profile and a fitted predictor."""
         problem = PlacementProblem(
             profile,
             self.model,
@@ -101,7 +110,7 @@ class Recipe:
             self.seed,
             self.time_limit_s,
         )
-        return Fitted(profile, predictor, place_checked(self.make_placement(), problem))
+        return place_checked(self.make_placement(), problem)
 
     def planner(self, fitted: Fitted, trace: RoutingTrace) -> StepPlanner:
         """Plans steps over rows of `trace`."""

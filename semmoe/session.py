@@ -15,6 +15,7 @@ import numpy as np
 from .builder import RunBuilder
 from .config import compose_all
 from .errors import UserError
+from .plan_store import PlanStore
 from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
 from .run import Run
@@ -106,8 +107,8 @@ class Progress:
 
 def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Progress) -> list[Run]:
     """Runs to do, each row once. All configs are built before any runs: errors come first, not at run 17."""
-    builder, runs = RunBuilder(), dict[Path, Run]()
-    configs = compose_all(overrides, multirun)
+    runs, configs = dict[Path, Run](), compose_all(overrides, multirun)
+    builder = RunBuilder(PlanStore(Path(configs[0]["results_dir"]) / "plans", renew=bool(configs[0]["rerun"])))
     for config in configs:
         if backend == "harness" and config["replacement"]["every_steps"]:
             raise UserError("replacement.every_steps is for simulate only; measure keeps one placement: set it to 0")

@@ -74,3 +74,19 @@ def test_the_readme_gathers_the_sentences(tmp_path: Path) -> None:
 def test_unknown_pages_are_refused() -> None:
     with pytest.raises(Exception, match="no page locallity"):
         main(["--only", "locallity", "--out", "/nonexistent"])
+
+
+def test_a_page_that_this_code_made_is_kept_until_asked_again(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = []
+
+    def page(book):
+        calls.append(book)
+        return Page("drift", "Drift", "text", pd.DataFrame({"a": [1]}), f"Made {len(calls)}.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PAGES, "drift", page)
+    for words in ([], [], ["--again"], ["--out", "elsewhere"]):
+        assert main(["--only", "drift", *words]) == 0
+    assert len(calls) == 3 and "kept" in capsys.readouterr().out
+    (tmp_path / "results/paper/drift.csv").unlink()
+    assert main(["--only", "drift"]) == 0 and len(calls) == 4
