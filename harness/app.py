@@ -14,14 +14,14 @@ import psutil
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from semmoe.errors import UserError
+from semmoe.errors import UserError, nearest
 from semmoe.results import write_atomically
 from semmoe.run import Run
 from semmoe.session import folder_of
 from semmoe.specs import ClusterSpec
 from semmoe.steplog import step_log_path
 
-from .calibrate import QUICK, Effort, collect
+from .calibrate import EFFORTS, Effort, collect
 from .environment import environment, usable_cores
 from .fit import cluster_dict
 from .measure import how_measured, is_virtual, measure_run
@@ -54,8 +54,9 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
                 yield run, row
 
 
-def calibrate(run: Run, effort: Effort = QUICK) -> Path:
-    """Measure single operations on run.ep_size ranks and write the cluster file that `cluster.file` names.
+def calibrate(run: Run, effort: Effort | None = None) -> Path:
+    """Measure single operations on run.ep_size ranks and write the cluster file that `cluster.file` names. effort: how
+    much, if not what `measure.calibration` says.
 
     The raw samples go beside it (.samples.json). Prints how well the file describes its own samples. Under torchrun a
     follower returns when rank 0 has finished.
@@ -63,6 +64,7 @@ def calibrate(run: Run, effort: Effort = QUICK) -> Path:
     file = run.cfg["cluster"].get("file")
     if not file:
         raise UserError(f"cluster={run.cluster.name} has no `file` to write; semmoe calibrate needs cluster=local")
+    effort = effort or _effort(str(run.cfg["measure"]["calibration"]))
     path = Path(file)
     if is_follower():
         follow(_timeout_s(run))
@@ -78,7 +80,7 @@ def calibrate(run: Run, effort: Effort = QUICK) -> Path:
     raw = {
         "environment": environment(run.ep_size) | {"load_1min": load, "spread": spread(samples), "warning": warning},
         "collectives_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.collectives.items()],
-        "first_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.first.items()],
+        "opening_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.opening.items()],
         "local_us": [[list(key), us_GS] for key, us_GS in samples.raw.items()],
         "experts_us": [[*key, *us] for key, us in samples.experts.items()],
         "attention_us": [[*work, us] for work, us in samples.attention.items()],
@@ -91,6 +93,12 @@ def calibrate(run: Run, effort: Effort = QUICK) -> Path:
         print(f"semmoe calibrate: warning: {warning}", file=sys.stderr)
     print(f"written: {path}")
     return path
+
+
+def _effort(name: str) -> Effort:
+    if name not in EFFORTS:
+        raise UserError(f"measure.calibration='{name}'{nearest(name, EFFORTS)}; {' or '.join(EFFORTS)}")
+    return EFFORTS[name]
 
 
 class _Bars:

@@ -31,7 +31,7 @@ from .reference.gate import Gating
 from .rotation import rotate
 from .single_attention import attention_operations, end_operations, is_tiny
 from .single_local import expert_operations, gate_operations, permute_operations, plan_operations, time_machine
-from .single_ops import Case, time_collectives
+from .single_ops import Case, per_call, time_collectives
 from .skew import skewed_cases
 from .stack import open_transport
 from .transport.codec import torch_dtype
@@ -63,7 +63,7 @@ class Effort:
     planned_tokens: tuple[int, ...] = (64, 256, 1024)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
     samples: int = 8
-    inner: int = 3  # calls in a row, the first of which is kept apart
+    inner: int = 8  # calls in a row, more than the OPENING ones, which are kept apart
     local_samples: int = 10
 
 
@@ -71,10 +71,11 @@ QUICK = Effort()
 THOROUGH = Effort(
     home_rows=(1, 4, 16, 64, 128, 256, 512, 2048),
     sent_rows=(3, 12, 60, 120, 240, 480, 960, 3840),
-    samples=30,
-    inner=4,
+    samples=24,
+    inner=8,
     local_samples=40,
 )
+EFFORTS = {"quick": QUICK, "thorough": THOROUGH}
 
 
 def collect(
@@ -99,8 +100,8 @@ def collect(
             progress=lambda done, total: progress("collectives", done, total),
         )
         for case in cases:
-            slowest_S2 = np.array([part[case] for part in parts[:members]]).max(axis=0)
-            samples.first[case, members], samples.collectives[case, members] = slowest_S2.T.tolist()
+            opening_S, call_S = per_call(np.array([part[case] for part in parts[:members]]), effort.inner)
+            samples.opening[case, members], samples.collectives[case, members] = opening_S.tolist(), call_S.tolist()
     return samples
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from .torchrun import under_torchrun
+
 LIBRARIES = ("torch", "triton", "numpy", "numba")
 
 
@@ -27,6 +29,7 @@ def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
         "command": shlex.join(sys.argv[1:]),
         "ranks": ranks,
         "threads_per_rank": 1,
+        "pinned": where == "CPU processes" and not under_torchrun(),  # worker.py pins the ranks that it starts
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},

@@ -13,7 +13,7 @@ from semmoe.dispatch import METADATA_BYTES
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
-from .single_ops import META_INTS, Case
+from .single_ops import META_INTS, OPENING, Case
 from .skew import fit_skew
 
 # curve names of a transport operation, as the cost model looks them up
@@ -29,13 +29,13 @@ CURVE_NAMES = {
 
 @dataclass(eq=False)
 class Samples:
-    """Microseconds. collectives[case, ranks][sample]: calls in a row, slowest rank; first: that after a barrier.
+    """Microseconds. collectives[case, ranks][sample]: calls in a row, slowest rank; opening: the first two after a barrier.
     experts[active, rows each]: (CPU while all ranks work, wall of the slowest), means; local[what, tokens]: (rows
     handled, mean); attention[tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny
     model); raw[operation][rank][sample]: of local work."""
 
     collectives: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
-    first: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
+    opening: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
     raw: dict[tuple[Any, ...], list[list[float]]] = field(default_factory=dict)
     experts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     local: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
@@ -85,8 +85,9 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
 
 
 def start_us(samples: Samples, ranks: int) -> float:
-    """What the first exchange after a barrier takes beyond one of calls in a row: ranks that leave the barrier late."""
-    extra = [steady(us) - steady(samples.collectives[key]) for key, us in samples.first.items() if key[1] == ranks]
+    """What two exchanges after a barrier take beyond two of many in a row: ranks leave it late, and end apart."""
+    calls = {key: OPENING * steady(us) for key, us in samples.collectives.items()}
+    extra = [steady(us) - calls[key] for key, us in samples.opening.items() if key[1] == ranks]
     return max(float(np.median(extra)), 0.0) if extra else 0.0
 
 

@@ -45,9 +45,11 @@ def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[Res
         terms = [cluster["host_us"]["attention.block"], *(cluster["per_row_ns"][t] / 1e3 for t in ATTENTION_TERMS)]
         errors = [abs(float(np.dot(terms, (1, *work))) / us - 1) for work, us in samples.attention.items()]
         lines.append(_line("attention", 100 * np.array(errors), "%, linear in its work against measured"))
-    shared = max(ranks / max(int(cluster["cores"]), 1), 1.0)
+    shared = -(-ranks // max(int(cluster["cores"]), 1))  # ranks on the fullest core
     rule = [100 * abs(cpu * shared / wall - 1) for cpu, wall in samples.experts.values()]
-    lines.append(_line("experts, all at once", rule, "%, sum over ranks / cores against the slowest rank's clock"))
+    lines.append(
+        _line("experts, all at once", rule, "%, CPU time times the ranks of a core against the slowest rank's clock")
+    )
     return lines
 
 
@@ -82,8 +84,9 @@ def busy_warning(load_1min: float, cores: int, spread: float) -> str | None:
     if not reasons:
         return None
     return (
-        f"this machine is busy ({'; '.join(reasons)}): times are too long and predictions of a quieter hour will be off. "
-        "End other work, wait a minute and run `semmoe calibrate` again; measure soon after it"
+        f"times of this machine are doubtful ({'; '.join(reasons)}): predictions of another hour may be off. End other "
+        "work, wait a minute and run `semmoe calibrate` again (measure.calibration=thorough takes more samples); measure "
+        "soon after it"
     )
 
 

@@ -1,9 +1,11 @@
 """Task that times the collectives of a layer, one operation at a time; `calibrate.py` fits costs from them.
 
 Wall clock: `inner` calls in a row after one barrier, so that the ranks wait for each other as they do inside a layer. The
-first call is kept apart: it also waits for the ranks that leave the barrier late, as the first exchange of a layer does.
+first two are kept apart: they also wait for the ranks that leave the barrier late, and for each other at the end, as the
+exchanges of a layer do that is timed alone. Both readings count from the barrier on, and the slowest rank is taken of each
+before they are subtracted: of single calls another rank is the slowest each time.
 Before every call each rank burns `busy_us` of CPU time on memory larger than its caches, which is taken off again (times
-ranks / cores where they share cores): there, a message waits until the scheduler runs its receiver, and that takes
+the ranks of a core): there, a message waits until the scheduler runs its receiver, and that takes
 longer when the ranks also compute; and what the call itself needs is no longer in the caches.
 """
 
@@ -27,6 +29,7 @@ from .transport.plan import ShufflePlan
 from .worker import RankContext
 
 STAGE_BYTES = 64 << 20  # what one operation may stage in shared memory; pages are touched only when used
+OPENING = 2  # calls after a barrier that are kept apart: the exchanges of a layer of attention-DP
 META_INTS = 8  # int32 that gather_rows carries beside a row: slot and weight of four choices
 BURNT_ROWS, BURNT_COLUMNS = 64, 1 << 15  # fp32 that `_burn` walks over, row by row: 8 MiB
 
@@ -56,8 +59,8 @@ def time_collectives(
     busy_us: float,
     cores: int,
 ) -> dict[Case, NDArray[np.float64]]:
-    """[samples, 2] of (first call after a barrier, mean of the others) in microseconds for every case among the first
-    `members` ranks, over the transport `name`. Values are this rank's own; the pool takes the maximum."""
+    """[samples, 2] of microseconds from the barrier to the end of (the second call, the last one) for every case among
+    the first `members` ranks, over the transport `name`. Values are this rank's own; `per_call` takes the slowest."""
     group = _subgroup(context, members)
     if context.rank >= members:
         dist.barrier()
@@ -66,7 +69,7 @@ def time_collectives(
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
     burnt = torch.zeros(BURNT_ROWS, BURNT_COLUMNS)
-    ranks_per_core = max(members / cores, 1.0)
+    ranks_per_core = -(-members // cores)
     operations: dict[Case, Operation] = {
         case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, busy_us, ranks_per_core, burnt)
         for case in cases
@@ -89,16 +92,24 @@ def _subgroup(context: RankContext, members: int) -> Any:
 
 
 def _in_a_row(
-    call: Callable[[], Any], inner: int, busy_us: float, ranks_per_core: float, burnt: Tensor
+    call: Callable[[], Any], inner: int, busy_us: float, ranks_per_core: int, burnt: Tensor
 ) -> tuple[float, float]:
-    """(first call, mean of the other calls), each without the work before it."""
-    taken_us = []
-    for _ in range(max(inner, 2)):
-        start = time.perf_counter_ns()
-        work_us = _burn(busy_us, burnt)
+    """From now to the end of (the second call, the last call), without the work before them."""
+    work_us, start = 0.0, time.perf_counter_ns()
+    ends_us = []
+    for _ in range(inner):
+        work_us += _burn(busy_us, burnt)
         call()
-        taken_us.append((time.perf_counter_ns() - start) / 1e3 - work_us * ranks_per_core)
-    return max(taken_us[0], 1.0), max(float(np.mean(taken_us[1:])), 1.0)
+        ends_us.append((time.perf_counter_ns() - start) / 1e3 - work_us * ranks_per_core)
+    return ends_us[OPENING - 1], ends_us[-1]
+
+
+def per_call(ends_GS2: NDArray[np.float64], inner: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(the first two calls together, mean of the others) by sample, as the slowest of the ranks sees them; at least 1 us.
+
+    Worked example, two ranks, four calls: [200, 400] and [240, 360] -> 240 and (400 - 240) / 2 = 80."""
+    opening_S, last_S = ends_GS2.max(axis=0).T
+    return np.maximum(opening_S, 1.0), np.maximum((last_S - opening_S) / (inner - OPENING), 1.0)
 
 
 def _burn(cpu_us: float, burnt: Tensor) -> float:

@@ -150,7 +150,7 @@ class ClusterSpec:
     gbps = 10^9 bytes per second, per rank and direction; nic_gbps per NIC. `nics_per_node` 0: one a rank; more: a rank
     stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): semmoe/wiring.py;
     `oversubscription`: capacity of a leaf's NICs over that of its uplinks. `cores` > 0 marks a CPU machine whose ranks
-    share that many cores (DESIGN section 6: time = max(slowest rank, sum over ranks / cores)).
+    share that many cores: rank r runs on core r modulo cores, and a layer waits for the core with most work.
     `mixed_decode`: time of decodes that share an attention call with a prefill chunk over their time alone; 1: unknown.
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py), `skew`
     measured weights of the busiest port and hottest pair of an exchange (names and law: harness/skew.py),

@@ -7,7 +7,8 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
     host_us.permute   fixed part of packing, sorting and adding rows of a layer   per_row_ns.permute  per row handled:
                       expert rows + rows sent + rows received
     host_us.plan      fixed part of planning a layer (tp_shuffled)                per_row_ns.plan     per token and layer
-    host_us.start     late leaving of the barrier before a timed piece: every layer of fixed batches, every served step
+    host_us.start     late leaving of the barrier before a timed piece and ending apart: every layer of fixed batches, every
+                      served step
     host_us.step      fixed part of a forward pass (scope full_model), the launch of a CUDA graph included
     host_us.eager_layer  host time to issue the kernels of one layer without a CUDA graph (scope full_model)
     host_us.attention shortest attention kernel of a layer (scope full_model)
@@ -23,7 +24,7 @@ expert_grid_shape); without them, attention and LM head are rooflines:
     host_us.step             bookkeeping and embedding         per_row_ns.step                per request in the step
 
 A name may be followed by a dispatcher or flow, which then rules: "permute.a2a_dedup", "gate.tp_replicated",
-"plan.dp". Rows are counted on the slowest rank; ranks that share cores wait for the sum over ranks / cores.
+"plan.dp". Rows are counted on the slowest rank; ranks that share a core wait for each other.
 """
 
 from __future__ import annotations
@@ -96,8 +97,10 @@ class HostCost:
 
 
 def slowest(time_LG: Float, cores: int) -> Float:
-    """What a layer waits for: the slowest rank, or all ranks' work over the cores where these are fewer."""
-    longest: Float = time_LG.max(axis=-1)
-    if 0 < cores < time_LG.shape[-1]:
-        return np.maximum(longest, time_LG.sum(axis=-1) / cores)
-    return longest
+    """What a layer waits for: the slowest rank, or the core with most work where ranks share cores.
+
+    Rank r runs on core r modulo cores (harness/worker.py). Worked example, 3 ranks of 5, 2 and 4 on 2 cores: 5 + 4 = 9."""
+    ranks = time_LG.shape[-1]
+    if not 0 < cores < ranks:
+        return np.asarray(time_LG.max(axis=-1))
+    return np.max([time_LG[..., core::cores].sum(axis=-1) for core in range(cores)], axis=0)

@@ -44,7 +44,7 @@ SMALL = Effort(
     local_tokens=(8, 384),
     planned_tokens=(32, 128),
     samples=3,
-    inner=2,
+    inner=3,
     local_samples=6,
     entries=(1, 8),
 )
@@ -199,11 +199,11 @@ def test_skew_fit_recovers_known_weights_and_is_checked_at_skews_it_has_not_seen
     assert held_out_errors(unseen, ranks, weights)["dispatch"].min() == pytest.approx(0.5, abs=1e-3)
 
 
-def test_start_is_what_the_first_call_takes_beyond_the_others():
+def test_start_is_what_two_calls_after_a_barrier_take_beyond_two_of_many():
     key = (Case("srs", 4), 4)
-    samples = Samples(collectives={key: [100.0] * 4}, first={key: [150.0] * 4})
+    samples = Samples(collectives={key: [100.0] * 4}, opening={key: [250.0] * 4})
     assert start_us(samples, 4) == pytest.approx(50) and start_us(Samples(), 4) == 0
-    samples.first[key] = [80.0] * 4
+    samples.opening[key] = [180.0] * 4
     assert start_us(samples, 4) == 0, "noise makes no negative cost"
 
 
