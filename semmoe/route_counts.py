@@ -1,6 +1,13 @@
-"""Counting routes: from the slots and homes of tokens to the numbers that Traffic holds, in one pass over the tokens."""
+"""Counting routes: from the experts (or slots) and homes of tokens to the numbers that Traffic holds, in one pass.
+
+Routes are rows of a trace, read where they lie: token t is row rows_T[t] of routes_NLk, and the id that it holds there, of
+an expert or of a slot, is served by rank rank_LX[layer, id]. Several decode steps are counted at once as one step of
+steps * L layers: token t belongs to step t % steps.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -8,67 +15,143 @@ from numpy.typing import NDArray
 
 from .wiring import Int
 
+OCTET = 8  # ranks whose counts of one token fit into the bytes of a word
+
+
+class Counts(NamedTuple):
+    """See Traffic; L is steps * layers."""
+
+    homes_LG: Int
+    assignment_pairs_LGG: Int
+    rank_pairs_LGG: Int
+    expert_rows_LG: Int
+    active_experts_LG: Int
+
+
+def count_pairs(
+    routes_NLk: NDArray[np.integer],
+    rows_T: NDArray[np.integer],
+    rank_LX: NDArray[np.integer],
+    homes_TH: NDArray[np.integer],
+    ep_size: int,
+    steps: int = 1,
+) -> Counts:
+    """homes_TH: home of each token, [T, L], or [T, 1] where it is the same in all layers."""
+    homes = np.ascontiguousarray(homes_TH, dtype=np.int64)
+    ranks = np.ascontiguousarray(rank_LX, dtype=np.uint16)
+    return Counts(*_count(routes_NLk, np.ascontiguousarray(rows_T, dtype=np.int64), ranks, homes, ep_size, steps))
+
+
+def rank_of_slots(layers: int, num_slots: int, ep_size: int) -> NDArray[np.uint16]:
+    """rank_LX where the ids are slots."""
+    return np.tile((np.arange(num_slots) // (num_slots // ep_size)).astype(np.uint16), (layers, 1))
+
 
 @numba.njit(cache=True)
-def count_pairs_numba(slots_TLk, homes_TL, num_slots, ep_size):  # type: ignore[no-untyped-def]
-    """(homes_LG, assignment_pairs_LGG, rank_pairs_LGG, active_experts_LG); see count_pairs_numpy for the definition."""
-    tokens, layers, k = slots_TLk.shape
-    per_rank = num_slots // ep_size
-    rank_of = np.empty(num_slots, dtype=np.uint16)
-    for p in range(num_slots):
-        rank_of[p] = p // per_rank
-    homes = np.zeros((layers, ep_size), dtype=np.int64)
-    hits = np.zeros((layers, ep_size, num_slots), dtype=np.int32)  # by home and slot; folded to ranks at the end
-    distinct = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
-    seen = np.zeros(ep_size, dtype=np.int64)
-    stamp = 0
-    for t in range(tokens):
+def _count(routes_NLk, rows_T, rank_LX, homes_TH, ep_size, steps):  # type: ignore[no-untyped-def]
+    layers, k = routes_NLk.shape[1:]
+    pairs = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
+    distinct = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
+    used = np.zeros((steps * layers, rank_LX.shape[1]), dtype=np.uint8)
+    if ep_size <= OCTET:
+        _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used)
+    else:
+        _count_many(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used)
+    homes = np.zeros((steps * layers, ep_size), dtype=np.int64)
+    rows, active = np.zeros_like(homes), np.zeros_like(homes)
+    for i in range(steps * layers):
+        for s in range(ep_size):
+            sent = 0
+            for d in range(ep_size):
+                sent += pairs[i, s, d]
+                rows[i, d] += pairs[i, s, d]
+            homes[i, s] = sent // k  # every token has k assignments
+        for x in range(used.shape[1]):
+            active[i, rank_LX[i % layers, x]] += used[i, x]
+    return homes, pairs, distinct, rows, active
+
+
+@numba.njit(cache=True)
+def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used):  # type: ignore[no-untyped-def]
+    """Up to eight ranks: byte d of a word counts a token's assignments to rank d (k < 256), 16-bit lanes add them up.
+
+    Worked example, experts on ranks 2, 0, 2: total = 0x020001 and once = 0x010001; even bytes go into lanes 0 and 1 of the
+    first word (ranks 0 and 2), odd ones into the second word (ranks 1 and 3). Lanes are emptied before they can overflow.
+    """
+    layers, k = routes_NLk.shape[1:]
+    ranks = pairs.shape[1]
+    bytes_02 = np.uint64(0x00FF00FF00FF00FF)
+    one, eight, lane = np.uint64(1), np.uint64(8), np.uint64(0xFFFF)
+    word_LX = np.empty(rank_LX.shape, dtype=np.uint64)
+    for layer in range(layers):
+        for x in range(rank_LX.shape[1]):
+            word_LX[layer, x] = one << (eight * np.uint64(rank_LX[layer, x]))
+    lanes = np.zeros((steps * layers, ranks, 4), dtype=np.uint64)
+    block = 0xFFFF // k
+    for begin in range(0, len(rows_T), block):
+        for t in range(begin, min(begin + block, len(rows_T))):
+            row, first = rows_T[t], t % steps * layers
+            for layer in range(layers):
+                home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
+                i = np.uint64(first + layer)  # unsigned: no test for a negative index
+                total, once = np.uint64(0), np.uint64(0)
+                for j in range(k):
+                    x = np.uint64(routes_NLk[row, layer, j])
+                    word = word_LX[layer, x]
+                    total += word
+                    once |= word
+                    used[i, x] = 1
+                lanes[i, home, 0] += total & bytes_02
+                lanes[i, home, 1] += (total >> eight) & bytes_02
+                lanes[i, home, 2] += once & bytes_02
+                lanes[i, home, 3] += (once >> eight) & bytes_02
+        for i in range(steps * layers):
+            for s in range(ranks):
+                for d in range(ranks):
+                    shift = np.uint64(16 * (d // 2))
+                    pairs[i, s, d] += np.int64((lanes[i, s, d % 2] >> shift) & lane)
+                    distinct[i, s, d] += np.int64((lanes[i, s, 2 + d % 2] >> shift) & lane)
+        lanes[:] = 0
+
+
+@numba.njit(cache=True)
+def _count_many(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used):  # type: ignore[no-untyped-def]
+    """Any number of ranks: a rank is new to a token where its stamp is another token's."""
+    layers, k = routes_NLk.shape[1:]
+    seen, stamp = np.zeros(pairs.shape[1], dtype=np.int64), 0
+    for t in range(len(rows_T)):
+        row, first = rows_T[t], t % steps * layers
         for layer in range(layers):
-            home = np.uint64(homes_TL[t, layer])  # unsigned: no test for a negative index in the innermost loop
-            homes[layer, home] += 1
+            home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
+            i = np.uint64(first + layer)
             stamp += 1
             for j in range(k):
-                slot = np.uint64(slots_TLk[t, layer, j])
-                hits[layer, home, slot] += 1
-                rank = np.uint64(rank_of[slot])
-                distinct[layer, home, rank] += np.int64(seen[rank] != stamp)
+                x = np.uint64(routes_NLk[row, layer, j])
+                rank = np.uint64(rank_LX[layer, x])
+                used[i, x] = 1
+                pairs[i, home, rank] += 1
+                distinct[i, home, rank] += np.int64(seen[rank] != stamp)
                 seen[rank] = stamp
-    pairs = np.zeros((layers, ep_size, ep_size), dtype=np.int64)
-    active = np.zeros((layers, ep_size), dtype=np.int64)
-    used = np.zeros(num_slots, dtype=np.int64)
+
+
+@numba.njit(cache=True)
+def pair_sums(pairs_LGG):  # type: ignore[no-untyped-def]
+    """(sent_LG, received_LG, local_LG, largest_L): sums and largest of the rows between different ranks, and the diagonal."""
+    layers, ranks, _ = pairs_LGG.shape
+    sent = np.zeros((layers, ranks), dtype=pairs_LGG.dtype)
+    received, local = np.zeros_like(sent), np.zeros_like(sent)
+    largest = np.zeros(layers, dtype=pairs_LGG.dtype)
     for layer in range(layers):
-        used[:] = 0
-        for source in range(ep_size):
-            for group in range(ep_size):
-                rows = 0
-                for p in range(group * per_rank, (group + 1) * per_rank):
-                    rows += hits[layer, source, p]
-                    used[p] += hits[layer, source, p]
-                pairs[layer, source, group] = rows
-        for p in range(num_slots):
-            active[layer, rank_of[p]] += used[p] > 0
-    return homes, pairs, distinct, active
-
-
-def count_pairs_numpy(
-    slots_TLk: NDArray[np.integer], homes_TL: NDArray[np.integer], num_slots: int, ep_size: int
-) -> tuple[Int, Int, Int, Int]:
-    """The plain reference that the tests hold `count_pairs_numba` to."""
-    _, layers, _ = slots_TLk.shape
-    rank_TLk = slots_TLk // (num_slots // ep_size)
-    serves_TLG = (rank_TLk[..., None] == np.arange(ep_size)).sum(axis=2)
-    home_TLG = homes_TL[..., None] == np.arange(ep_size)
-    homes = home_TLG.sum(axis=0)
-    pairs = np.einsum("tls,tld->lsd", home_TLG.astype(np.int64), serves_TLG)
-    distinct = np.einsum("tls,tld->lsd", home_TLG.astype(np.int64), (serves_TLG > 0).astype(np.int64))
-    active = np.array(
-        [
-            [len(np.unique(s[s // (num_slots // ep_size) == g])) for g in range(ep_size)]
-            for s in (slots_TLk[:, layer].ravel() for layer in range(layers))
-        ],
-        dtype=np.int64,
-    )
-    return homes, pairs, distinct, active
+        for s in range(ranks):
+            for d in range(ranks):
+                rows = pairs_LGG[layer, s, d]
+                if s == d:
+                    local[layer, s] = rows
+                    continue
+                sent[layer, s] += rows
+                received[layer, d] += rows
+                largest[layer] = max(largest[layer], rows)
+    return sent, received, local, largest
 
 
 @numba.njit(cache=True)

@@ -7,6 +7,8 @@ Arrays carry a leading axis L so that a whole forward pass is counted at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +16,35 @@ from numpy.typing import NDArray
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .errors import UserError
 from .ports import Ports, relayed_ports, straight_ports
-from .route_counts import count_pairs_numba, count_rows, node_copies
+from .route_counts import count_pairs, count_rows, node_copies, pair_sums, rank_of_slots
 from .wiring import Int, Wiring
 
+Made = TypeVar("Made")
 TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
+
+
+@dataclass(frozen=True, eq=False)
+class PairSums:
+    """Of rows [L, s, d]: sent_LG and received_LG between different ranks, local_LG on the diagonal, and the most from one
+    rank to one other."""
+
+    sent_LG: Int
+    received_LG: Int
+    local_LG: Int
+    largest_L: Int
+
+    @classmethod
+    def of(cls, rows_LGG: Int) -> PairSums:
+        return cls(*pair_sums(np.ascontiguousarray(rows_LGG)))
+
+    def reversed(self) -> PairSums:
+        """Of the same exchange the other way."""
+        return PairSums(self.received_LG, self.sent_LG, self.local_LG, self.largest_L)
+
+    @property
+    def remote_L(self) -> Int:
+        """Rows that leave their rank."""
+        return np.asarray(self.sent_LG.sum(axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +62,11 @@ class Collective:
     buffer_rows_L: Int | None = None
     copies_LGN: Int | None = None
     counted: Ports | None = None
+
+    @cached_property
+    def pair_sums(self) -> PairSums:
+        assert self.rows_LGG is not None
+        return PairSums.of(self.rows_LGG)
 
     def ports(self, wiring: Wiring) -> Ports:
         """Rows on every link; not of an all-reduce."""
@@ -59,7 +91,7 @@ class Collective:
             return np.asarray(2.0 * (ep_size - 1) * self.buffer_rows_L * self.row_bytes, dtype=np.float64)
         if self.counted is not None:
             return np.asarray((self.counted.node_rows_L + self.counted.nic_rows_L) * self.row_bytes, dtype=np.float64)
-        return self.remote_rows_LGG().sum(axis=(1, 2)) * self.row_bytes
+        return np.asarray(self.pair_sums.remote_L * self.row_bytes, dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +132,32 @@ class Traffic:
             tokens=self.tokens,
         )
 
+    @cached_property
+    def assignment_sums(self) -> PairSums:
+        return PairSums.of(self.assignment_pairs_LGG)
+
+    @cached_property
+    def rank_sums(self) -> PairSums:
+        return PairSums.of(self.rank_pairs_LGG)
+
     def assignments_L(self) -> Int:
         """(token, expert) assignments of tokens that have a home."""
-        return np.asarray(self.assignment_pairs_LGG.sum(axis=(1, 2)))
+        return self.remote_assignments_L() + self.local_assignments_L()
+
+    def remote_assignments_L(self) -> Int:
+        return self.assignment_sums.remote_L
 
     def local_assignments_L(self) -> Int:
-        return np.trace(self.assignment_pairs_LGG, axis1=1, axis2=2)
+        return np.asarray(self.assignment_sums.local_LG.sum(axis=1))
 
     def remote_rank_pairs_L(self) -> Int:
-        return self.rank_pairs_LGG.sum(axis=(1, 2)) - np.trace(self.rank_pairs_LGG, axis1=1, axis2=2)
+        return self.rank_sums.remote_L
 
     def exchanged_rows_LG(self) -> Int:
         """Rows that each rank sends for others to serve, and receives to serve: what dispatch and combine pack."""
         for c in self.collectives:
             if c.op == "dispatch" and c.rows_LGG is not None:
-                local_LG = np.diagonal(c.rows_LGG, axis1=1, axis2=2)
-                return np.asarray(c.rows_LGG.sum(axis=2) + c.rows_LGG.sum(axis=1) - 2 * local_LG)
+                return c.pair_sums.sent_LG + c.pair_sums.received_LG
         return np.zeros_like(self.homes_LG)
 
     def payload_bytes(self) -> float:
@@ -180,12 +222,14 @@ def count_traffic(
         from .wide import count_wide
 
         return count_wide(slots_TLk, homes, num_slots, ep_size, spec, wiring)
-    homes_LG, assigned, rank_pairs, active = count_pairs_numba(slots_TLk, homes, num_slots, ep_size)
-    traffic = Traffic(homes_LG, assigned, rank_pairs, assigned.sum(axis=1), active, tokens=tokens)
+    rank_LP = rank_of_slots(layers, num_slots, ep_size)
+    traffic = Traffic(*count_pairs(slots_TLk, np.arange(tokens), rank_LP, homes, ep_size), tokens=tokens)
     if wiring is None or wiring.nodes == 1:
         traffic = with_collectives(traffic, spec)
         return traffic if returns_TL is None else rehomed(traffic, slots_TLk, returns_TL, num_slots, spec)
-    copies = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, wiring.nodes))  # every row to every node once
+    copies = np.broadcast_to(
+        traffic.homes_LG[:, :, None], (layers, ep_size, wiring.nodes)
+    )  # every row to every node once
     served = None
     if spec.dispatcher == "allgather_rs":
         served = copies
@@ -193,6 +237,22 @@ def count_traffic(
         served = node_copies(slots_TLk, homes, num_slots, ep_size, wiring.ranks_per_node)
     traffic = with_collectives(traffic, spec, copies, served)
     return traffic if returns_TL is None else rehomed(traffic, slots_TLk, returns_TL, num_slots, spec, wiring)
+
+
+def count_trace_rows(
+    experts_NLk: NDArray[np.integer],
+    rows_T: NDArray[np.integer],
+    homes_T: NDArray[np.integer],
+    rank_LE: NDArray[np.integer],
+    ep_size: int,
+    spec: DispatchSpec,
+    steps: int = 1,
+) -> Traffic:
+    """What count_traffic says on one node of rows of a trace, where each expert is on one rank and a token's home is the
+    same in all layers: straight from the trace. steps: as many steps, token t in step t % steps, as one of steps * L
+    layers."""
+    counts = count_pairs(experts_NLk, rows_T, rank_LE, homes_T[:, None], ep_size, steps)
+    return with_collectives(Traffic(*counts, tokens=len(rows_T) // steps), spec)
 
 
 def rehomed(
@@ -209,7 +269,10 @@ def rehomed(
     leaves from there.
     """
     returns = np.ascontiguousarray(returns_TL)
-    returns_LG, _, served, _ = count_pairs_numba(slots_TLk, returns, num_slots, traffic.ep_size)
+    tokens, layers, _ = slots_TLk.shape
+    rank_LP = rank_of_slots(layers, num_slots, traffic.ep_size)
+    returned = count_pairs(slots_TLk, np.arange(tokens), rank_LP, returns, traffic.ep_size)
+    returns_LG, served = returned.homes_LG, returned.rank_pairs_LGG
     before, dispatch, combine, after = traffic.collectives[:4]
     ids = replace(after, op="expert_ids", row_bytes=spec.top_k * 2.0)  # from the homes
     gathered = sums = None
@@ -235,35 +298,34 @@ def with_collectives(
         buffer = np.full(layers, traffic.tokens, dtype=np.int64)
         reduce = Collective("all_reduce", spec.row_bytes, buffer_rows_L=buffer)
         return replace(traffic, collectives=(reduce, reduce))
-    # [l, s, d] = homes of d
-    inward = np.ascontiguousarray(np.broadcast_to(homes_LG[:, None, :], (layers, ep_size, ep_size)))
-    outward = np.ascontiguousarray(inward.swapaxes(1, 2))
+    outward = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, ep_size))  # every row to every rank
+    inward = outward.swapaxes(1, 2)
     if spec.dispatcher == "allgather_rs":
-        around = (
-            Collective("dispatch", spec.dispatch_row_bytes, outward, copies_LGN=served_LGN),
-            Collective("combine", spec.combine_row_bytes, inward, copies_LGN=served_LGN),
-        )
+        pairs, sums = outward, PairSums.of(outward)
         metadata = float((homes_LG.sum(axis=1) * (ep_size - 1)).sum() * spec.top_k * METADATA_BYTES)
     else:
-        pairs = traffic.rank_pairs_LGG if spec.dispatcher == "a2a_dedup" else traffic.assignment_pairs_LGG
-        back = np.ascontiguousarray(pairs.swapaxes(1, 2))
-        around = (
-            Collective("dispatch", spec.dispatch_row_bytes, pairs, copies_LGN=served_LGN),
-            Collective("combine", spec.combine_row_bytes, back, copies_LGN=served_LGN),
-        )
-        remote = traffic.assignments_L().sum() - traffic.local_assignments_L().sum()
-        metadata = float(remote * METADATA_BYTES)
+        dedup = spec.dispatcher == "a2a_dedup"
+        pairs = traffic.rank_pairs_LGG if dedup else traffic.assignment_pairs_LGG
+        sums = traffic.rank_sums if dedup else traffic.assignment_sums
+        metadata = float(traffic.remote_assignments_L().sum() * METADATA_BYTES)
+    dispatch = Collective("dispatch", spec.dispatch_row_bytes, pairs, copies_LGN=served_LGN)
+    combine = Collective("combine", spec.combine_row_bytes, pairs.swapaxes(1, 2), copies_LGN=served_LGN)
+    around = know(dispatch, pair_sums=sums), know(combine, pair_sums=sums.reversed())
+    sums_known = {name: traffic.__dict__[name] for name in ("assignment_sums", "rank_sums") if name in traffic.__dict__}
     if spec.flow == "dp":
-        return replace(traffic, collectives=around, metadata_bytes=metadata)
+        return know(replace(traffic, collectives=around, metadata_bytes=metadata), **sums_known)
     before, after = ("srs", "sag") if spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
     carried = Collective("expert_ids", spec.top_k * 2.0, outward, copies_LGN=gathered_LGN)
-    return replace(
-        traffic,
-        metadata_bytes=metadata,
-        collectives=(
-            Collective(before, spec.row_bytes, inward, copies_LGN=gathered_LGN),
-            *around,
-            Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN),
-            *((carried,) if spec.carry_expert_ids else ()),
-        ),
+    collectives = (
+        Collective(before, spec.row_bytes, inward, copies_LGN=gathered_LGN),
+        *around,
+        Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN),
+        *((carried,) if spec.carry_expert_ids else ()),
     )
+    return know(replace(traffic, collectives=collectives, metadata_bytes=metadata), **sums_known)
+
+
+def know(made: Made, **cached: object) -> Made:
+    """The object, told the values of cached properties that need no second computation."""
+    made.__dict__.update(cached)
+    return made

@@ -33,6 +33,9 @@ class WideTraffic(Traffic):
     def assignments_L(self) -> Int:
         return self.assignments_sum_L
 
+    def remote_assignments_L(self) -> Int:
+        return self.assignments_sum_L - self.local_L
+
     def local_assignments_L(self) -> Int:
         return self.local_L
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
-from semmoe.planning import StepPlanner, gather_slots
+from semmoe.planning import StepPlanner
 from semmoe.stepplan import StepPlan, TokenRows
-from semmoe.traffic import Traffic, count_traffic, with_collectives
+from semmoe.traffic import Traffic, count_trace_rows, count_traffic, with_collectives
 from semmoe.wiring import Wiring
 
 Float = NDArray[np.float64]
@@ -48,9 +48,13 @@ class TracedTraffic:
 
     def __init__(self, planner: StepPlanner, spec: DispatchSpec, wiring: Wiring) -> None:
         self.planner, self.spec, self.wiring = planner, spec, wiring
-        self._slots = planner.placement.num_slots
+        placement = planner.placement
+        self._slots, self._rank_LE = placement.num_slots, placement.first_slot_LE // placement.slots_per_rank
+        self._plain = spec.flow == "dp" and not placement.has_replicas and wiring.nodes == 1
 
     def of_rows(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> Traffic:
+        if self._plain and queue_T is not None:
+            return self._of_trace(rows_T, queue_T)
         routed = self.planner.route(rows_T, queue_T)
         shape = (self._slots, self.planner.ranks)
         return count_traffic(routed.slots_TLk, routed.homes_TL, *shape, self.spec, self.wiring, routed.returns_TL)
@@ -63,10 +67,11 @@ class TracedTraffic:
         if tokens.period_R is not None:
             position_NS %= tokens.period_R[step.request_N][:, None]
         rows_T = (tokens.start_R[step.request_N][:, None] + position_NS).ravel()
-        placement = self.planner.placement
-        slots = gather_slots(self.planner.trace.experts_TLk, rows_T, placement.first_slot_LE)
-        slots_NLk = slots.reshape(len(step.rank_N), -1, slots.shape[2])
-        return count_traffic(slots_NLk, step.rank_N, self._slots, self.planner.ranks, self.spec, self.wiring)
+        return self._of_trace(rows_T, np.repeat(step.rank_N, steps), steps)
+
+    def _of_trace(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer], steps: int = 1) -> Traffic:
+        routes = self.planner.trace.experts_TLk
+        return count_trace_rows(routes, rows_T, queue_T, self._rank_LE, self.planner.ranks, self.spec, steps)
 
 
 class ExpectedTraffic:

@@ -145,7 +145,7 @@ class CollectiveCost:
         if not traffic.metadata_bytes:
             return 0.0
         rows_L = c.remote_bytes_L(self.ranks) / c.row_bytes
-        metadata_L = (traffic.assignments_L() - traffic.local_assignments_L()) * METADATA_BYTES
+        metadata_L = traffic.remote_assignments_L() * METADATA_BYTES
         return np.divide(metadata_L, rows_L, out=np.zeros(len(rows_L)), where=rows_L > 0)
 
     def _inside_us(self, op: str, loads: Loads, row_bytes: Float | float, traffic: Traffic) -> Float:

@@ -39,8 +39,9 @@ class Loads:
 def loads_of(c: Collective, wiring: Wiring) -> Loads:
     """Loads of one exchange."""
     if wiring.nodes == 1 and c.rows_LGG is not None:
-        port, mean, pair = near_maxima(c.rows_LGG)  # one node: every rank's place is its number
-        return Loads(port, mean, pair, np.zeros_like(port), np.zeros_like(port))
+        sums, none_L = c.pair_sums, np.zeros(len(c.rows_LGG))
+        port_L = np.maximum(sums.sent_LG.max(axis=1), sums.received_LG.max(axis=1))
+        return Loads(port_L, sums.remote_L / wiring.ranks, sums.largest_L, none_L, none_L)
     return loads_of_ports(c.ports(wiring), wiring)
 
 

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from semmoe.dispatch import DISPATCHERS, DispatchSpec, valid_pairs
 from semmoe.errors import UserError
 from semmoe.locality import LocalityMeter
-from semmoe.route_counts import count_pairs_numba, count_pairs_numpy
 from semmoe.traffic import count_traffic, differences
 from semmoe.wiring import Wiring
 
@@ -24,19 +21,6 @@ def routes(tokens: int, layers: int, slots: int, k: int, ranks: int, seed: int):
 
 def spec(flow: str = "dp", dispatcher: str | None = "a2a_dedup", **changes) -> DispatchSpec:
     return DispatchSpec(flow=flow, dispatcher=dispatcher, hidden=256, top_k=2, **changes)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6))
-def test_numba_counting_equals_numpy(tokens, layers, per_rank, ranks, seed):
-    k = min(3, per_rank * ranks)
-    slots, homes = routes(tokens, layers, per_rank * ranks, k, ranks, seed)
-    for fast, plain in zip(
-        count_pairs_numba(slots, homes, per_rank * ranks, ranks),
-        count_pairs_numpy(slots, homes, per_rank * ranks, ranks),
-        strict=True,
-    ):
-        assert np.array_equal(fast, plain)
 
 
 def test_hand_counted_example():
