@@ -26,6 +26,9 @@ from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, TokenRo
 __all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "StepPlan", "TokenRows"]
 
 
+_Entries = tuple[int, NDArray[np.int64], int, NDArray[np.int64]]  # rank, requests, phase, token counts
+
+
 @dataclass(eq=False)
 class _Queue:
     waiting: deque[int] = field(default_factory=deque)
@@ -103,6 +106,8 @@ class ServingLoop:
         self._now_ms = self._step_start_ms = 0.0
         self._unfinished = count
         self._submitted = np.zeros(count, dtype=bool)
+        self._arrival_order_R = np.argsort(self.arrival_ms_R, kind="stable")
+        self._arrived = 0  # first of that order that was not submitted
 
     @property
     def done(self) -> bool:
@@ -153,11 +158,10 @@ class ServingLoop:
 
     def rank_states(self) -> RankStates:
         """What a request scheduler sees."""
-        queued = [
-            int(self._left(np.array([*queue.waiting, *queue.running], dtype=np.int64)).sum()) for queue in self.queues
-        ]
+        ids = np.array([r for queue in self.queues for r in (*queue.waiting, *queue.running)], dtype=np.int64)
+        queued_G = np.bincount(self.rank_R[ids], weights=self._left(ids), minlength=len(self.queues))
         return RankStates(
-            np.array(queued, dtype=np.int64),
+            queued_G.astype(np.int64),
             np.array([len(q.running) for q in self.queues], dtype=np.int64),
             np.array([len(q.waiting) for q in self.queues], dtype=np.int64),
             self.kv.used_G.copy(),
@@ -173,13 +177,11 @@ class ServingLoop:
         self._assign_pending()
         steady = self._steady
         if steady is None or (steady.count_G > self.limits.kv_tokens - self.kv.used_G).any():
-            parts: list[NDArray[np.int64]] = []
-            for rank, queue in enumerate(self.queues):
-                parts += self._plan_queue(rank, queue)
-            if not parts:
-                future = self.arrival_ms_R[~self._submitted]
-                return float(future.min()) if len(future) else None
-            self._in_flight = StepPlan(self.steps, *np.concatenate(parts, axis=1))
+            plan = self._plan()
+            if plan is None:
+                arrival_ms = self.next_arrival_ms()
+                return arrival_ms if arrival_ms < np.inf else None
+            self._in_flight = plan
             self._steady = self._steady_after(self._in_flight)
         else:
             start_N = self.computed_R[steady.request_N]
@@ -231,6 +233,13 @@ class ServingLoop:
     def pending(self) -> bool:
         """Whether requests arrived since the last step was formed."""
         return bool(self._pending)
+
+    def next_arrival_ms(self) -> float:
+        """When the next request arrives that was not submitted yet; infinity: all were."""
+        order_R = self._arrival_order_R
+        while self._arrived < len(order_R) and self._submitted[order_R[self._arrived]]:
+            self._arrived += 1
+        return float(self.arrival_ms_R[order_R[self._arrived]]) if self._arrived < len(order_R) else np.inf
 
     def steady_steps(self) -> int:
         """How often the step in flight comes again, one position on each time and itself counted, unless requests or KV
@@ -298,20 +307,42 @@ class ServingLoop:
             self.rank_R[request.id] = rank
             self.queues[rank].waiting.append(request.id)
 
-    def _plan_queue(self, rank: int, queue: _Queue) -> list[NDArray[np.int64]]:
-        """Entries of one queue, [5, n] arrays of (rank, request, phase, start, count): decode, started prompts, new."""
-        if not (queue.running or queue.waiting):
-            return []
+    def _plan(self) -> StepPlan | None:
+        """Entries of all queues in turn: decodes, prompts that started, new ones. None: there is nothing to do."""
+        running = np.array([request for queue in self.queues for request in queue.running], dtype=np.int64)
+        decodes = self._decodes(running)
+        parts: list[_Entries] = []
+        begin = 0
+        for rank, queue in enumerate(self.queues):
+            mine = slice(begin, begin + len(queue.running))
+            begin = mine.stop
+            if queue.running or queue.waiting:
+                parts += self._plan_queue(rank, queue, running[mine], decodes[mine])
+        if not parts:
+            return None
+        ranks, ids, phases, counts = zip(*parts, strict=True)
+        lengths, request_N = [len(part) for part in ids], np.concatenate(ids)
+        rank_N, phase_N = np.repeat(ranks, lengths), np.repeat(phases, lengths)
+        return StepPlan(self.steps, rank_N, request_N, phase_N, self.computed_R[request_N], np.concatenate(counts))
+
+    def _decodes(self, running: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which running requests have their KV here and only their last output token to compute."""
+        made = self.produced_R[running]
+        ready = self.prompt_R[running] + made == self.computed_R[running] + 1
+        return ready & (made > 0) & ~self._loading_R[running]
+
+    def _plan_queue(
+        self, rank: int, queue: _Queue, running: NDArray[np.int64], decodes: NDArray[np.bool_]
+    ) -> list[_Entries]:
+        """Entries of one queue: decodes, then prompts."""
         budget, kv_free = self.limits.max_batch_tokens, self.kv.free_tokens(rank)
-        running = np.array(queue.running, dtype=np.int64)
-        loading, made = self._loading_R[running], self.produced_R[running]
-        decodes = (self.prompt_R[running] + made == self.computed_R[running] + 1) & (made > 0) & ~loading
-        while np.count_nonzero(decodes) > kv_free:
-            kv_free += self._preempt(rank, queue, queue.running[-1])
-            running, decodes, loading = running[:-1], decodes[:-1], loading[:-1]
         decoding = running[decodes]
+        while len(decoding) > kv_free:
+            kv_free += self._preempt(rank, queue, queue.running[-1])
+            running, decodes = running[:-1], decodes[:-1]
+            decoding = running[decodes]
         kv_free -= len(decoding)
-        started = running[~decodes & ~loading].tolist() if len(decoding) < len(running) else []
+        started = running[~decodes & ~self._loading_R[running]].tolist() if len(decoding) < len(running) else []
         decoding = decoding[:budget]
         budget -= len(decoding)
         prefill: list[tuple[int, int]] = []
@@ -332,15 +363,16 @@ class ServingLoop:
                 count = min(self._prefill_left(request), budget)
                 prefill.append((request, count))
                 budget -= count
-        parts = []
+        parts: list[_Entries] = []
         if len(decoding):
-            parts.append(self._entries(rank, decoding, DECODE, 1))
+            parts.append((rank, decoding, DECODE, np.ones(len(decoding), dtype=np.int64)))
         if prefill:
             ids, counts = np.array(prefill, dtype=np.int64).T
-            parts.append(self._entries(rank, ids, PREFILL, counts))
+            parts.append((rank, ids, PREFILL, counts))
         if not parts and len(queue.running) > 1 and not self._loading_R[queue.running].any():
             self._preempt(rank, queue, queue.running[-1])  # started prompts block each other: restart the youngest
-            return self._plan_queue(rank, queue)
+            running = np.array(queue.running, dtype=np.int64)
+            return self._plan_queue(rank, queue, running, self._decodes(running))
         return parts
 
     def _admit(self, rank: int, queue: _Queue, request: int, kv_free: int) -> int:
@@ -366,13 +398,6 @@ class ServingLoop:
             self.kv.take(rank, asked, blocks)
             self.computed_R[request] = hit
         return needed
-
-    def _entries(
-        self, rank: int, ids: NDArray[np.int64], phase: int, counts: NDArray[np.int64] | int
-    ) -> NDArray[np.int64]:
-        entries = np.empty((5, len(ids)), dtype=np.int64)
-        entries[0], entries[1], entries[2], entries[3], entries[4] = rank, ids, phase, self.computed_R[ids], counts
-        return entries
 
     def _preempt(self, rank: int, queue: _Queue, victim: int) -> int:
         """Give back all KV of the youngest running request, whose tokens will be recomputed; returns the tokens freed."""

@@ -298,10 +298,9 @@ def with_collectives(
         buffer = np.full(layers, traffic.tokens, dtype=np.int64)
         reduce = Collective("all_reduce", spec.row_bytes, buffer_rows_L=buffer)
         return replace(traffic, collectives=(reduce, reduce))
-    outward = np.broadcast_to(homes_LG[:, :, None], (layers, ep_size, ep_size))  # every row to every rank
-    inward = outward.swapaxes(1, 2)
     if spec.dispatcher == "allgather_rs":
-        pairs, sums = outward, PairSums.of(outward)
+        pairs = everywhere(homes_LG)
+        sums = PairSums.of(pairs)
         metadata = float((homes_LG.sum(axis=1) * (ep_size - 1)).sum() * spec.top_k * METADATA_BYTES)
     else:
         dedup = spec.dispatcher == "a2a_dedup"
@@ -310,19 +309,22 @@ def with_collectives(
         metadata = float(traffic.remote_assignments_L().sum() * METADATA_BYTES)
     dispatch = Collective("dispatch", spec.dispatch_row_bytes, pairs, copies_LGN=served_LGN)
     combine = Collective("combine", spec.combine_row_bytes, pairs.swapaxes(1, 2), copies_LGN=served_LGN)
-    around = know(dispatch, pair_sums=sums), know(combine, pair_sums=sums.reversed())
+    collectives = [know(dispatch, pair_sums=sums), know(combine, pair_sums=sums.reversed())]
+    if spec.flow != "dp":
+        outward, before, after = everywhere(homes_LG), "reduce_scatter", "all_gather"
+        if spec.flow == "tp_shuffled":
+            before, after = "srs", "sag"
+        collectives.insert(0, Collective(before, spec.row_bytes, outward.swapaxes(1, 2), copies_LGN=gathered_LGN))
+        collectives.append(Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN))
+        if spec.carry_expert_ids:
+            collectives.append(Collective("expert_ids", spec.top_k * 2.0, outward, copies_LGN=gathered_LGN))
     sums_known = {name: traffic.__dict__[name] for name in ("assignment_sums", "rank_sums") if name in traffic.__dict__}
-    if spec.flow == "dp":
-        return know(replace(traffic, collectives=around, metadata_bytes=metadata), **sums_known)
-    before, after = ("srs", "sag") if spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
-    carried = Collective("expert_ids", spec.top_k * 2.0, outward, copies_LGN=gathered_LGN)
-    collectives = (
-        Collective(before, spec.row_bytes, inward, copies_LGN=gathered_LGN),
-        *around,
-        Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN),
-        *((carried,) if spec.carry_expert_ids else ()),
-    )
-    return know(replace(traffic, collectives=collectives, metadata_bytes=metadata), **sums_known)
+    return know(replace(traffic, collectives=tuple(collectives), metadata_bytes=metadata), **sums_known)
+
+
+def everywhere(homes_LG: Int) -> Int:
+    """rows_LGG of every row to every rank."""
+    return np.broadcast_to(homes_LG[:, :, None], (*homes_LG.shape, homes_LG.shape[1]))
 
 
 def know(made: Made, **cached: object) -> Made:

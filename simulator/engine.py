@@ -30,7 +30,7 @@ from .traffic_source import TracedTraffic, TrafficSource
 
 Float = NDArray[np.float64]
 Event = Generator[Any, Any, None]
-MOST_AHEAD = 32  # decode steps priced at once: enough to share the fixed cost, few to throw away when a request arrives
+MOST_AHEAD = 64  # decode steps priced at once
 
 
 @dataclass(eq=False)
@@ -126,6 +126,8 @@ class StepTimer:
         layers = traffic.num_layers // len(times)
 
         def part(first: int, last: int) -> Traffic:
+            if last - first == len(times):
+                return traffic
             return with_collectives(traffic.cut(slice(first * layers, last * layers)), self.cost.spec)
 
         self.timeline.meter.add(part(0, steps), steps)
@@ -167,6 +169,7 @@ class Server:
     ) -> None:
         self.env, self.loop, self.timer, self.after_plan, self.after_step = env, loop, timer, after_plan, after_step
         self._work = env.event()
+        self._step_ms = 0.0  # of the last step
         env.process(self._steps())
 
     def submit(self, request: Request, first_token_ms: float | None = None) -> None:
@@ -188,7 +191,7 @@ class Server:
                 yield self._work
                 continue
             ends_ms: list[float] = []
-            ahead = self.timer.run_ahead(step, self.loop.tokens, len(self.loop.queues), self.loop.steady_steps())
+            ahead = self.timer.run_ahead(step, self.loop.tokens, len(self.loop.queues), self._likely_steps())
             for times in ahead:
                 self.timer.timeline.start_ms.append(float(self.env.now))
                 yield self.env.timeout(times.step_ms)
@@ -196,8 +199,17 @@ class Server:
                 if self.loop.pending:
                     break
             self.timer.keep(len(ends_ms))
+            self._step_ms = ahead[-1].step_ms
             self.loop.complete_steady(step, ends_ms)
             self.after_step()
+
+    def _likely_steps(self) -> int:
+        """Repetitions of the step in flight that end before the next arrival, if they last as long as the step before:
+        more would be priced in vain."""
+        steps, gap_ms = self.loop.steady_steps(), self.loop.next_arrival_ms() - self.env.now
+        if steps == 1 or not (0 < gap_ms < steps * self._step_ms):  # an arrival in the past is with another loop
+            return steps
+        return min(int(gap_ms / self._step_ms) + 1, steps)
 
 
 def arrivals(env: simpy.Environment, requests: Iterable[Request], submit: Callable[[Request], None]) -> Event:

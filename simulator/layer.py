@@ -59,9 +59,9 @@ def time_steps(
     phases |= cost.collectives(traffic)
     attention_S = outside_S = np.zeros(steps)
     if load is not None:
-        attention_S = np.broadcast_to(cost.attention(load), steps)
-        outside_S = np.broadcast_to(cost.outside_layers(load), steps)
-        shared_S = np.broadcast_to(cost.shared(load), steps)
+        attention_S = np.reshape(cost.attention(load), steps)
+        outside_S = np.reshape(cost.outside_layers(load), steps)
+        shared_S = np.reshape(cost.shared(load), steps)
         if shared_S.any():
             phases["other"] = np.repeat(shared_S, layers // steps)
     start_ms = cost.start()
@@ -69,7 +69,7 @@ def time_steps(
         phases["other"] = phases.get("other", np.zeros(layers)) + start_ms
     elif start_ms:
         outside_S = outside_S + start_ms
-    layer_SL = np.sum(list(phases.values()), axis=0).reshape(steps, -1)
+    layer_SL = sum(phases.values(), np.zeros(layers)).reshape(steps, -1)
     phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}
     step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
     if load is not None:

@@ -39,13 +39,14 @@ class RankStates:
     def window(self, part: slice) -> RankStates:
         """The same for some of the requests at hand."""
         hits = self.prefix_hit_tokens_RG
-        return replace(self, prefix_hit_tokens_RG=None if hits is None else hits[part])
+        return self if hits is None else replace(self, prefix_hit_tokens_RG=hits[part])
 
     def with_assigned(self, requests: Sequence[Request], owner_R: NDArray[np.integer]) -> RankStates:
         """The states once these requests wait at their ranks."""
         queued_G, waiting_G = np.array(self.queued_tokens_G), np.array(self.waiting_G)
-        np.add.at(queued_G, owner_R, [request.prompt_len for request in requests])
-        np.add.at(waiting_G, owner_R, 1)
+        for request, owner in zip(requests, owner_R, strict=True):
+            queued_G[owner] += request.prompt_len
+            waiting_G[owner] += 1
         return replace(self, queued_tokens_G=queued_G, waiting_G=waiting_G)
 
 

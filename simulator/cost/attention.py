@@ -15,6 +15,7 @@ MLA decodes in latent space: one row of kv_lora_rank + rope_head_dim per token, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +119,11 @@ class AttentionCost:
         return self._decode_table.time_us(decodes_G, load.decode_kv_G / np.maximum(decodes_G, 1.0))
 
 
+@cache
+def _table(points: tuple[tuple[float, float, float], ...], power: int) -> AttentionTable:
+    return AttentionTable(points, power)
+
+
 def measured(cluster: ClusterSpec, model: ModelSpec, attention_tp: int, phase: str) -> AttentionTable | None:
     """The cluster's table of just this rank's attention, or None."""
     heads = model.num_heads / attention_tp
@@ -130,5 +136,5 @@ def measured(cluster: ClusterSpec, model: ModelSpec, attention_tp: int, phase: s
             same = raw["kv_heads"] == model.num_kv_heads / attention_tp and raw["head_dim"] == model.head_dim
         if same:
             points = zip(raw["batch"], raw["length"], raw["us"], strict=True)
-            return AttentionTable(points, power=2 if phase == "prefill" else 1)
+            return _table(tuple(points), 2 if phase == "prefill" else 1)
     return None

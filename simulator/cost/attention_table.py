@@ -57,9 +57,6 @@ class AttentionTable:
 
 def _place(knots: Float, x: Float) -> tuple[NDArray[np.int64], Float, Float]:
     """Index of the knot at or below x, share of the way to the next, and how far x lies beyond the last knot."""
-    past = np.maximum(x - knots[-1], 0.0)
-    if len(knots) == 1:
-        return np.zeros(x.shape, dtype=np.int64), np.zeros(x.shape), past
-    index = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2)
-    share = np.clip((x - knots[index]) / (knots[index + 1] - knots[index]), 0.0, 1.0)
-    return index, share, past
+    place = np.interp(x, knots, np.arange(len(knots)))
+    index = place.astype(np.int64)
+    return index, place - index, np.maximum(x - knots[-1], 0.0)

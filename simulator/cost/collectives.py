@@ -83,6 +83,7 @@ class CollectiveCost:
         self.marks: set[str] = set()
         self._curves = CurveSet(cluster.curves)
         self._picked: dict[str, Blend | None] = {}
+        self._empty_us: dict[str, float] = {}
         fits = spec.dispatcher == "low_latency" and self.topology.nodes == 1
         self._table = LowLatencyTable.of(cluster, ranks) if fits else None
 
@@ -198,7 +199,9 @@ class CollectiveCost:
             return 0.0
         if curve is None:
             return self.cluster.alpha_us
-        return 0.0 if curve.low.op.startswith("dispatch") else float(curve.time_us(0.0))
+        if op not in self._empty_us:
+            self._empty_us[op] = 0.0 if curve.low.op.startswith("dispatch") else float(curve.time_us(0.0))
+        return self._empty_us[op]
 
     def _all_reduce_us(self, c: Collective) -> Float:
         assert c.buffer_rows_L is not None

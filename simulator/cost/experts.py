@@ -136,7 +136,6 @@ class ExpertGrid:
 
 def _cell(knots: Float, x: Float) -> tuple[NDArray[np.int64], Float]:
     """Index of the knot at or below x and the share of the way to the next, clipped to the grid."""
-    if len(knots) == 1:
-        return np.zeros(x.shape, dtype=np.int64), np.zeros(x.shape)
-    index = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2)
-    return index, np.clip((x - knots[index]) / (knots[index + 1] - knots[index]), 0.0, 1.0)
+    place = np.interp(x, knots, np.arange(len(knots)))
+    index = place.astype(np.int64)
+    return index, place - index
