@@ -4,7 +4,7 @@
     look(context, ...) what one rank finds where it runs
     problems(...)      one sentence each for what does not fit; nothing else is said when there are none
 
-GPUs: peer access, symmetric memory, NCCL, free memory for weights, replicas and buffers. CPUs: main memory, shared
+GPUs: peer access, NVLink, symmetric memory, NCCL, free memory for weights, replicas and buffers. CPUs: main memory, shared
 memory, a port on this machine.
 """
 
@@ -25,6 +25,7 @@ from semmoe.errors import UserError
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
+from .nvlink import nvlink_text
 from .pool import Pool
 from .stack import max_home_tokens
 from .transport.choose import rank_device
@@ -61,6 +62,7 @@ class Found:
     nccl: bool
     port_error: str | None
     symmetric: tuple[str, ...]
+    nvlink: str = ""  # of the whole machine, said by the rank of its first GPU
 
 
 def needs_of(run: Run) -> Needs:
@@ -94,6 +96,7 @@ def look(context: RankContext, transport: str) -> Found:
         dist.is_nccl_available(),
         _port_error(),
         tuple(symmetric_problems(context.ranks)) if transport == "symmetric" else (),
+        nvlink_text(_uuids()) if on_gpu and not device.index else "",
     )
 
 
@@ -131,9 +134,10 @@ def preflight(pool: Pool, runs: Sequence[Run]) -> str:
     hosts, devices = sorted({f.host for f in found}), sorted({f.device for f in found})
     free = min(f.memory_free_bytes if f.device_free_bytes is None else f.device_free_bytes for f in found)
     each = needs.weights_bytes + needs.region_bytes
+    links = "".join(f"; {f.host}: {f.nvlink}" for f in found if f.nvlink)
     return (
         f"preflight: {pool.ranks} ranks on {len(hosts)} machine(s), {', '.join(devices)}, transport {needs.transport}; "
-        f"a rank needs {each / GIB:.2f} GiB for weights and buffers, {free / GIB:.1f} GiB are free"
+        f"a rank needs {each / GIB:.2f} GiB for weights and buffers, {free / GIB:.1f} GiB are free{links}"
     )
 
 
@@ -144,6 +148,11 @@ def _short(what: str, wanted: int, free: int) -> list[str]:
         f"{what}: {wanted / GIB:.2f} GiB are needed, {free / GIB:.2f} GiB are free; use a smaller model_scale, fewer slots "
         "or tokens, or more ranks"
     ]
+
+
+def _uuids() -> list[str]:
+    """Of the GPUs that this process sees."""
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
 
 
 def _free(folder: str) -> int:

@@ -93,18 +93,18 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, 
             row, first = rows_T[t], t % steps * layers
             for layer in range(layers):
                 home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
-                i = np.uint64(first + layer)  # unsigned: no test for a negative index
+                at = np.uint64(first + layer)  # unsigned: no test for a negative index
                 total, once = np.uint64(0), np.uint64(0)
                 for j in range(k):
-                    x = np.uint64(routes_NLk[row, layer, j])
-                    word = word_LX[layer, x]
+                    e = np.uint64(routes_NLk[row, layer, j])
+                    word = word_LX[layer, e]
                     total += word
                     once |= word
-                    used[i, x] = 1
-                lanes[i, home, 0] += total & bytes_02
-                lanes[i, home, 1] += (total >> eight) & bytes_02
-                lanes[i, home, 2] += once & bytes_02
-                lanes[i, home, 3] += (once >> eight) & bytes_02
+                    used[at, e] = 1
+                lanes[at, home, 0] += total & bytes_02
+                lanes[at, home, 1] += (total >> eight) & bytes_02
+                lanes[at, home, 2] += once & bytes_02
+                lanes[at, home, 3] += (once >> eight) & bytes_02
         for i in range(steps * layers):
             for s in range(ranks):
                 for d in range(ranks):

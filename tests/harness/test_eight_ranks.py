@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from harness.nvlink import nvlink_text
 from harness.preflight import GIB, Found, Needs, needs_of, problems
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_all
@@ -82,6 +83,35 @@ def test_each_thing_that_does_not_fit_is_named_with_rank_and_machine() -> None:
     assert said == "rank 0 on a: transport=symmetric: GPU 1 is apart"
     (said,) = problems([CPU, replace(CPU, rank=1, host="b")], Needs("shared", 0, 0, 0))
     assert "within one machine, ranks run on 2" in said
+
+
+class Nvml:
+    """Two pairs of GPUs, each joined by NVLink; nobody knows about GPU 9."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetP2PStatus(self, a: int, b: int, index: int) -> int:
+        if b == 9:
+            raise self.NVMLError
+        return 0 if a // 2 == b // 2 else 1
+
+
+def test_preflight_says_which_gpus_nvlink_joins() -> None:
+    assert nvlink_text(["0"], Nvml()) == "one GPU, no NVLink needed"
+    assert nvlink_text(["0", "1"], Nvml()) == "NVLink between all pairs"
+    assert nvlink_text(["8", "9"], Nvml()).startswith("NVLink between 0 of 1 pairs (not 0-1:")
+    said = nvlink_text(["0", "1", "2", "3"], Nvml())
+    assert said == "NVLink between 2 of 6 pairs (not 0-2, 0-3, 1-2, 1-3: expect PCIe times there)"
 
 
 def test_needs_grow_with_replicas_and_only_peer_transports_reserve_regions() -> None:
