@@ -66,12 +66,13 @@ accuracy: $(VENV)/installed
 	done
 	$(BIN)/python -m semmoe.accuracy results/runs/accuracy results/runs/accuracy/replay
 
-# Eight policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
+# Ten policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
+RANK_ORDER = experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
 rank-order: $(VENV)/installed
 	rm -rf results/runs/rank_order
-	$(BIN)/semmoe calibrate cluster.file=results/runs/rank_order/cluster.yaml
-	$(BIN)/semmoe measure experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
-	$(BIN)/semmoe simulate experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml
+	$(BIN)/semmoe calibrate $(RANK_ORDER) sweep=[]
+	$(BIN)/semmoe measure $(RANK_ORDER)
+	$(BIN)/semmoe simulate $(RANK_ORDER)
 	$(BIN)/python -m semmoe.rank_order results/runs/rank_order
 
 # The paper's micro-benchmark, simulated on 8 H100 and 8 L40S and in both backends on this machine: results/micro.md

@@ -155,8 +155,12 @@ def calibrate(rest: Sequence[str]) -> int:
     from .config import compose_all
 
     overrides, _ = _overrides(rest)
-    (config,) = compose_all([*overrides, "planned_folds=0"])
-    _backend("harness.app", "harness").calibrate(RunBuilder().build(config))
+    configs = compose_all([*overrides, "planned_folds=0"])
+    if len(configs) != 1:
+        raise UserError(
+            f"calibrate measures for one model and dtype; the overrides describe {len(configs)} runs: add sweep=[]"
+        )
+    _backend("harness.app", "harness").calibrate(RunBuilder().build(configs[0]))
     return 0
 
 

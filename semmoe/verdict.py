@@ -37,23 +37,29 @@ class Gain:
         return self.known and not self.low_pct <= 0 <= self.high_pct
 
 
-def gain(ours: pd.DataFrame, baseline: pd.DataFrame, metric: str) -> Gain:
-    """Gain of measured rows over a baseline's, on the mean of `metric` ("layer_ms", "e2e_ms"), repeats paired by number."""
+def gain(ours: pd.DataFrame, baseline: pd.DataFrame, metric: str, level: float = 0.95) -> Gain:
+    """Gain of measured rows over a baseline's, on the mean of `metric` ("layer_ms", "e2e_ms"), repeats paired by number.
+
+    level: what the interval holds (bootstrap intervals, where one repeat has nothing else, keep their 95 %).
+    """
     a, b = (rows.dropna(subset=[metric]).groupby("repeat")[metric].mean().astype(float) for rows in (ours, baseline))
     both = a.index.intersection(b.index)
     if len(both) > 1:
         logs = np.log(a[both].to_numpy() / b[both].to_numpy())
-        centre, half = float(logs.mean()), _t95(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+        centre, half = (
+            float(logs.mean()),
+            _student(len(logs) - 1, level) * float(logs.std(ddof=1)) / math.sqrt(len(logs)),
+        )
     else:
         centre = math.log(a.mean() / b.mean())
         half = math.hypot(_half_width(ours, metric), _half_width(baseline, metric))
     return Gain(*(100 * -math.expm1(x) for x in (centre, centre + half, centre - half)))
 
 
-def _t95(degrees: int) -> float:
+def _student(degrees: int, level: float) -> float:
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.975))
+    return float(stdtrit(degrees, (1 + level) / 2))
 
 
 def _half_width(rows: pd.DataFrame, metric: str) -> float:

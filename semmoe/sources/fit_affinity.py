@@ -10,7 +10,9 @@ of one cell with the other domain. Each target has the number of the profile tha
 Broyden's method on these four, on five layers from the first to the last. The policies of the fit are the paper's own, for
 its figures are theirs: Algorithm 1 (`sem_moe`), in attention-TP its predictor and equal cuts of the sorted tokens
 (`paper`, `sort_cut`), in attention-DP its mask of ranks (`mask`). A request is homed by the experts of its first HEAD
-tokens, for token ids that are drawn do not carry over from one domain to the other as words do.
+tokens, for token ids that are drawn do not carry over from one domain to the other as words do. Token-level and
+request-level LAR do not move apart as far as published (37 and 43 points against 22 and 20): Algorithm 1 places by requests
+in both, so misses of both remain, of opposite sign (`provenance.reached` of each file).
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ FIT_LAYERS = 5
 REQUESTS, PROMPT, OUTPUT = 192, 160, 32
 FREE = ("habit", "meaning", "request", "apart")
 HEAD = 64  # tokens of a request whose experts are measured before it is homed
-SEEDS = (0, 1)  # draws that the figures are the mean of
-STEP = np.array([1.0, 4.0, 0.03, 0.04])  # largest move of a number in a turn, in FREE's order
+SEEDS = (0, 1, 2, 3)  # draws that the figures are the mean of: single ones differ by up to 8 points
+STEP = np.array([0.5, 4.0, 0.015, 0.04])  # largest move of a number in a turn, in FREE's order
 RANGE = (np.array([0.0, 2.0, 0.05, 0.0]), np.array([20.0, 100.0, 0.99, 0.95]))
 NAMES = ("recall", "lar_tp", "lar_dp", "lar_dp_other_domain")
 PLACEMENT = Policy("sem_moe")
@@ -67,8 +69,8 @@ TARGETS = {
         "(ShareGPT) and 43.61 (LMSYS); 39.28",
     ),
 }
-ASSUMED = {"decay": 0.8, "kind": 1.0, "fade": 0.3, "skew": 0.3}
-START = {"habit": 2.5, "meaning": 16.0, "request": 0.95, "apart": 0.08}
+ASSUMED = {"decay": 0.5, "kind": 1.0, "fade": 0.3, "skew": 0.3}
+START = {"habit": 0.2, "meaning": 24.0, "request": 0.96, "apart": 0.06}
 
 
 def model_of(name: str) -> ModelSpec:
@@ -128,7 +130,7 @@ def fit(model: ModelSpec, turns: int, tolerance: float, say: Any = print) -> Aff
     target = np.array(TARGETS[model.name].figures)
     profile = starting_profile(model)
     x = np.array([START[name] for name in FREE])
-    slope = measured_slope(profile, model, x)
+    slope: NDArray[np.float64] | None = None
     best: tuple[float, NDArray[np.float64], NDArray[np.float64]] = (np.inf, x, target)
     last: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     for turn in range(turns):
@@ -139,9 +141,11 @@ def fit(model: ModelSpec, turns: int, tolerance: float, say: Any = print) -> Aff
         )
         if miss < best[0]:
             best = (miss, x, found)
-        if miss < tolerance:
+        if miss < tolerance or turn == turns - 1:
             break
-        if last is not None:
+        if slope is None:
+            slope = measured_slope(profile, model, x, found)
+        elif last is not None:
             step, change = (x - last[0]) / STEP, found - last[1]
             slope = slope + np.outer(change - slope @ step, step) / (step @ step)
         last = (x, found)
@@ -153,7 +157,7 @@ def fit(model: ModelSpec, turns: int, tolerance: float, say: Any = print) -> Aff
     return replace(
         _with(profile, x),
         provenance={
-            "made_by": f"python -m semmoe.sources.fit_affinity {model.name} --tolerance {tolerance:g}",
+            "made_by": f"python -m semmoe.sources.fit_affinity {model.name} --turns {turns} --tolerance {tolerance:g}",
             "fitted": dict(zip(FREE, NAMES, strict=True)),
             "targets": dict(zip(NAMES, target.tolist(), strict=True)),
             "reached": dict(zip(NAMES, found.round(4).tolist(), strict=True)),
@@ -164,9 +168,10 @@ def fit(model: ModelSpec, turns: int, tolerance: float, say: Any = print) -> Aff
     )
 
 
-def measured_slope(profile: AffinityProfile, model: ModelSpec, x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[figure, number]: change of the figures when a number moves by its STEP from x."""
-    here = figures(_with(profile, x), model)
+def measured_slope(
+    profile: AffinityProfile, model: ModelSpec, x: NDArray[np.float64], here: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """[figure, number]: change of the figures when a number moves by its STEP from x, where they are `here`."""
     moved = [figures(_with(profile, np.clip(x + step, *RANGE)), model) for step in np.diag(STEP)]
     return np.stack([there - here for there in moved], axis=1)
 
@@ -180,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m semmoe.sources.fit_affinity", description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=sorted(TARGETS), help="default: all with targets")
     parser.add_argument("--turns", type=int, default=16, help="most evaluations a model")
-    parser.add_argument("--tolerance", type=float, default=0.012, help="largest miss of a figure that is good enough")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="largest miss of a figure that is good enough")
     options = parser.parse_args(argv)
     for name in options.models:
         if name not in TARGETS:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pandas as pd
+
+from semmoe.evaluate import GPTOSS
 
 from . import published
 from .book import Book, Page, Table, kept, markdown, named
@@ -51,14 +54,43 @@ def locality(book: Book) -> Page:
             table = pd.DataFrame([_layer_line(row, cell, best) for _, row in cell.iterrows()])
             parts.append(f"## {model}, EP{ep}, {flow}\n\n{markdown(table)}")
             said += _locality_said(model, ep, flow, cell, best)
+    recorded, real_parts, real_said = _recorded(book)
+    parts += real_parts
+    said += real_said
+    rows = pd.concat([rows, recorded], ignore_index=True)
     text = (
-        "Routes are drawn from the affinity profile, fitted to EP4 LAR on five layers (attention-DP: homes from 64 measured "
-        "tokens, where whole prompts are known here, hence more); the rest is predicted. "
+        "Routes are drawn from the affinity profile, fitted with the paper's policies to EP4 LAR on five layers; the rest is "
+        "predicted. Recorded routes follow at the end. "
         "*vs vanilla*: same flow and dispatcher without policies, as the paper counts. *vs better baseline*: the fastest "
         "without policies in any dispatcher, two all-reduces included.\n\n" + "\n\n".join(parts)
     )
     return Page("locality", "LAR and latency of one MoE layer, by policy", text, kept(rows).assign(policy=rows.policy),
                 "\n".join(f"- {s}" for s in said))  # fmt: skip
+
+
+def _recorded(book: Book) -> tuple[Table, list[str], list[str]]:
+    """(rows, tables, sentences) of recorded routes: the tiny model's, and public ones where they lie beside the checkout."""
+    sources = {"tiny": ["model=tiny"]}
+    if GPTOSS.is_file():
+        sources["gpt-oss-20b"] = ["model=gpt-oss-20b", "trace=file", f"trace.path={GPTOSS}",
+                                  "+trace._target_=semmoe.sources.fingerprints.load_fingerprints"]  # fmt: skip
+    every, parts, said = [], [], []
+    for name, words in sources.items():
+        rows = named(replace(book, extra=[*book.extra, *words]).rows("recorded"))
+        every.append(rows)
+        for (ep, dp), cell in rows.groupby(["ep_size", rows.flow == "dp"]):
+            flow = "dp, homes after 64 tokens" if dp else "attention-TP"
+            lines = [{"policy": r.policy, "LAR": f"{r.lar_replayed:.3f}", "fan-out": f"{r.fan_out_replayed:.2f}",
+                      "imbalance": f"{r.imbalance_step:.2f}"} for r in cell.itertuples()]  # fmt: skip
+            parts.append(f"## recorded routes of {name}, EP{ep}, {flow}\n\n{markdown(pd.DataFrame(lines))}")
+            lar = cell.set_index("policy").lar_replayed
+            gains = [
+                f"{p} {100 * (lar[p] - lar['vanilla']):+.0f}" for p in ("Sem-MoE as published", "semantic + semantic")
+            ]
+            said.append(f"recorded routes of {name}, EP{ep}, {flow}: LAR points over vanilla: {', '.join(gains)}.")
+    if not GPTOSS.is_file():
+        said.append(f"no rows on the public routes of gpt-oss-20b: {GPTOSS.name} is not here (shared/data/traces).")
+    return pd.concat(every, ignore_index=True), parts, said
 
 
 def _layer_line(row: Table, cell: Table, best_ms: float) -> dict[str, str]:

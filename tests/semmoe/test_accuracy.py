@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from semmoe.accuracy import bars, document
@@ -75,23 +76,34 @@ def policies(predicted, real):
     return rows
 
 
-def test_rank_order_tells_overlapping_agreeing_and_opposite_pairs(tmp_path):
-    predicted, real = [1.0, 2.0, 3.0, 5.0, 4.0, 6.0], [10.0, 10.1, 20.0, 30.0, 40.0, 50.0]
-    comparison = written(tmp_path, *policies(predicted, real))
+def test_rank_order_decides_by_paired_differences_and_tells_agreeing_and_opposite_pairs(tmp_path):
+    predicted, real = [1.0, 2.0, 3.0, 5.0, 4.0, 6.0], [10.0, 10.2, 20.0, 30.0, 40.0, 50.0]
+    noise = np.random.default_rng(0).normal(0, 0.01, (6, 4))
+    noise[1] = noise[0] + [0.1, -0.1, 0.1, -0.1]  # the second jumps about the first from repeat to repeat
+    drift = np.array([1.0, 1.1, 1.2, 1.3])  # of the machine, common to all policies: wider than 20 % in all
+    rows = []
+    for i, (p, m) in enumerate(zip(predicted, real, strict=True)):
+        each = (m * drift * np.exp(noise[i])).tolist()
+        rows += [row(config=str(i), layer_ms=p, placement=f"p{i}"), *measured(str(i), each, placement=f"p{i}")]
+    comparison = written(tmp_path, *rows)
     _, found = rank_order(comparison)
-    verdicts = [pair.verdict for pair in found]
+    verdicts = [one.pair.verdict for one in found]
     assert (verdicts.count("undecided"), verdicts.count("opposite"), verdicts.count("same")) == (1, 1, 13)
-    assert comparison.summary["order"] == {
-        "same": 13,
-        "opposite": 1,
-        "undecided": 1,
-        "kendall_tau": pytest.approx(13 / 15),
-    }
-    assert summary(found).startswith(
-        "15 pairs: 1 have overlapping measured intervals, 14 are decided, of which 13 agree and 1"
-    )
+    assert sum(not one.separate for one in found) > 1, "intervals of single policies overlap where differences decide"
+    assert summary(found).startswith("15 pairs: 14 are decided by paired differences, of which 13 agree and 1 disagree")
     text = order_document(comparison, "make rank-order")
-    assert "| 4, 5 | 4 | 5 | DISAGREES |" in text and "| 1, 2 | 1 | 1 | intervals overlap |" in text
+    line = next(line for line in text.splitlines() if line.startswith("| 4, 5 |"))
+    assert "DISAGREES" in line and "| -25.0 | DISAGREES" in line
+    assert "undecided" in next(line for line in text.splitlines() if line.startswith("| 1, 2 |"))
+
+
+def test_policies_that_differ_by_noise_alone_are_not_decided(tmp_path):
+    rng, rows = np.random.default_rng(1), []
+    for i in range(8):
+        each = (10 * np.exp(rng.normal(0, 0.05, 8))).tolist()
+        rows += [row(config=str(i), layer_ms=1.0 + i, placement=f"p{i}"), *measured(str(i), each, placement=f"p{i}")]
+    _, found = rank_order(written(tmp_path, *rows))
+    assert len(found) == 28 and not any(one.pair.apart for one in found)
 
 
 def test_rank_order_of_fewer_than_six_policies_is_refused(tmp_path):
@@ -104,4 +116,4 @@ def test_one_repeat_of_one_step_decides_nothing(tmp_path):
     rows = [r | ({"layer_ms_ci_low": r["layer_ms"], "layer_ms_ci_high": r["layer_ms"]} if r["backend"] == "harness" else {})
             for r in rows if r["repeat"] == 0]  # fmt: skip
     _, found = rank_order(written(tmp_path, *rows))
-    assert {pair.verdict for pair in found} == {"undecided"} and not any(pair.apart for pair in found)
+    assert {one.pair.verdict for one in found} == {"undecided"} and not any(one.pair.apart for one in found)
