@@ -1,9 +1,9 @@
 """Every policy on equal terms: one table of held-out locality, load and time, as Markdown.
 
-    python -m semmoe.evaluate --trace tiny --trace gptoss --out results/policies.md
+    semmoe evaluate policies --out results/policies.md
 
-Traces: "tiny" (shipped), "gptoss" (published GPT-OSS-20B routes, ../shared/data/traces beside the checkout), or a trace
-file recorded on a model that --model names. What a row is made from: trials.py.
+Traces: "gptoss" (published GPT-OSS-20B routes, ../shared/data/traces beside the checkout; used where it lies there),
+"tiny" (shipped), or a trace file recorded on a model that --model names. What a row is made from: trials.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from .config import conf_dir, group_options
 from .errors import UserError
 from .inputs import ASSETS, check_trace, load_cluster
+from .placement.instances import small_cases
+from .placement.objectives import OBJECTIVES, gaps
 from .plugins import instantiate
 from .results import write_atomically
 from .sources.fingerprints import load_fingerprints
@@ -39,13 +41,15 @@ COLUMNS = {
     "bytes_per_token": "KB a token",
     "kv_bytes_per_token": "KV KB a token",
     "planning_ms": "plan ms",
-    "placement_s": "place s",
+    "placement_s": "place CPU s",
+    "gap": "gap",
 }
 OWN = Policy("semantic")  # our placement, token scheduler
 FUSION = Policy("fusion")
 WINDOWED = Policy("windowed", {"slack": 0.0})
 DP_ONLY = ("after_head_lar", "kv_bytes_per_token")
-ORDERS = 20  # arrival orders where they matter
+PLACEMENTS = [name for name in group_options("placement") if name != "exact"]  # that proves small cases only
+ORDERS, BAR_ORDERS = 5, 20  # arrival orders where they matter
 
 
 def tp_trials(placements: Sequence[str]) -> Iterator[tuple[str, Trial]]:
@@ -96,7 +100,7 @@ def bar_rows(bench: Bench) -> str:
     at = 0 if ep_size == 4 else 1
     tp = Trial(flow="tp_shuffled", placement=OWN, predictor=FUSION, scheduler=OWN)
     dp = Trial(flow="dp", placement=OWN, scheduler=WINDOWED)
-    window = replace(dp, window=4 * ep_size if ep_size <= 4 else 2 * ep_size, orders=ORDERS)
+    window = replace(dp, window=4 * ep_size if ep_size <= 4 else 2 * ep_size, orders=BAR_ORDERS)
     figures: dict[str, dict[str, NDArray[np.float64]]] = {}
     for name, trial in (
         ("tp", tp),
@@ -129,12 +133,12 @@ def bar_rows(bench: Bench) -> str:
         ("DP window minus the mask rule", lar["window"] - lar["mask"], (".025", ".008")),
     ):
         rows.append(f"| {what} | >= {bars[at]} | {spread(values, 'lar')} | | | |")
-    head = "| | bar | LAR | load | fan-out | place s |\n| --- | --- | --- | --- | --- | --- |\n"
+    head = "| | bar | LAR | load | fan-out | place CPU s |\n| --- | --- | --- | --- | --- | --- |\n"
     return f"## Bars, gptoss, EP{ep_size}\n\n" + head + "\n".join(rows)
 
 
-def table(name: str, bench: Bench, placements: Sequence[str]) -> str:
-    """Both halves of the report for one trace and EP size."""
+def table(name: str, bench: Bench, placements: Sequence[str], gap_of: dict[str, float]) -> str:
+    """Both halves of the report for one trace and EP size. gap_of: of every placement that has an objective."""
     parts = []
     for flow, trials in (("TP", tp_trials(placements)), ("DP", dp_trials(placements, bench.ep_size))):
         lines, section = [], ""
@@ -149,7 +153,11 @@ def table(name: str, bench: Bench, placements: Sequence[str]) -> str:
             except UserError as error:
                 lines.append(f"| {row_name(trial)} | {error} |" + " |" * (len(columns) - 1))
                 continue
-            lines.append(f"| {row_name(trial)} | " + " | ".join(spread(figures[c], c) for c in columns) + " |")
+            plain = replace(trial, placement=Policy(trial.placement.name), extra_slots=0, home_cap=Trial.home_cap)
+            known = where.startswith("placements") and trial == plain and trial.placement.name in gap_of
+            gap = f"{gap_of[trial.placement.name]:.2%}" if known else ""
+            cells = [spread(figures[c], c) if c != "gap" else gap for c in columns]
+            lines.append(f"| {row_name(trial)} | " + " | ".join(cells) + " |")
             print(f"{name} EP{bench.ep_size} {flow} {lines[-1]} {time.perf_counter() - start:.0f} s", file=sys.stderr)
         head = f"| {flow}: placement, predictor, scheduler | " + " | ".join(COLUMNS[c] for c in columns) + " |"
         rule = "| --- |" + " --- |" * len(columns)
@@ -168,13 +176,11 @@ def row_name(trial: Trial) -> str:
 
 
 def spread(values: NDArray[np.float64], column: str) -> str:
-    """Mean and standard deviation over folds (times: the mean alone)."""
-    if column in ("planning_ms", "placement_s"):
-        return f"{values.mean():.2f}"
+    """Mean and standard deviation over folds."""
+    digits = 3 if column.endswith("lar") else 2
     if column.endswith("bytes_per_token"):
-        return f"{values.mean() / 1e3:.1f}"
+        values, digits = values / 1e3, 1
     deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
-    digits = 2 if column in ("imbalance_total", "home_imbalance", "fan_out") else 3
     return f"{values.mean():.{digits}f} ± {deviation:.{digits}f}"
 
 
@@ -193,43 +199,64 @@ def load(name: str, model: str | None) -> tuple[RoutingTrace, ModelSpec]:
     return trace, spec
 
 
-def report(options: argparse.Namespace, command: str) -> str:
+def own_gaps(trace: RoutingTrace, placements: Sequence[str]) -> dict[str, float]:
+    """Mean gap of each placement to the optimum of its own objective, on small cases cut from the trace."""
+    cases = list(small_cases(trace, 10))
+    policies = {name: Policy(name, {"load_weight": 0.0} if name == "semantic" else {}) for name in placements}
+    return {
+        name: float(gaps(policy.make("placement"), OBJECTIVES[name], cases)[:, 0].mean())
+        for name, policy in policies.items()
+        if name in OBJECTIVES
+    }
+
+
+def report(options: argparse.Namespace, command: str) -> Iterator[str]:
+    """The whole text each time that a section is done."""
     _, cluster = load_cluster(option("cluster", "h100x8"))
-    placements = options.placements.split(",") if options.placements else group_options("placement")
-    sections = []
-    for name in options.trace:
-        trace, model = load(name, options.model)
-        for ep_size in (int(g) for g in options.ep.split(",")):
-            limits: dict[str, Any] = {"time_limit_s": options.time_limit, "seed": options.seed}
-            bench = Bench(trace, model, cluster, ep_size, options.folds, options.halves, **limits)
-            about = f"{trace.num_requests} requests, {trace.num_tokens} tokens, {trace.num_layers} MoE layers, "
-            about += f"{trace.num_experts} experts, top-{trace.top_k}."
-            if options.bars:
-                sections.append(bar_rows(bench))
-                continue
-            head, body = table(Path(name).stem, bench, placements).split("\n", 1)
-            sections.append(f"{head}\n\n{about}\n{body}")
-    intro = [
+    placements = options.placements.split(",") if options.placements else PLACEMENTS
+    parts = [
         "# Policies on held-out routes",
         f"Made by `{command}`.",
         f"Attention-TP: {options.folds} folds by request, batches of 512 tokens shuffled over the held-out requests. "
         f"Attention-DP: {options.halves} seeded halves; a request runs its first 64 tokens where round robin put it, is "
         "re-homed once by the experts measured there (its KV cache moves), and all its tokens count; *LAR after head* "
-        f"leaves the head out. Rows that name waiting requests are means of {ORDERS} arrival orders.",
+        f"leaves the head out. Rows that name waiting requests are means of {ORDERS} arrival orders, {BAR_ORDERS} in the "
+        "bars.",
         "*load*: expert rows of the fullest rank over the mean, over all held-out tokens; *home balance*: the same for "
-        "tokens at home; *plan ms*: one batch and layer (TP) or all requests (DP); *place s*: placement, all layers. "
-        f"± is the standard deviation over folds or halves. Placements had {options.time_limit:g} s each.",
+        "tokens at home; *KB a token*: payload that leaves its rank, all layers, bf16; *KV KB a token*: KV cache of "
+        "moved heads, spread over all tokens; *plan ms*: one batch and layer (TP) or all requests (DP), by the clock of "
+        "a busy machine; *place CPU s*: placement of all layers, all threads; *gap*: mean distance from the optimum of "
+        "the policy's own objective, on 20 small cases cut from the trace (placement_objectives.md). ± is the standard "
+        f"deviation over folds or halves. Every placement could search for {options.time_limit:g} s.",
     ]
-    return "\n\n".join([*intro, *sections]) + "\n"
+    for name in options.trace:
+        trace, model = load(name, options.model)
+        about = f"{trace.num_requests} requests, {trace.num_tokens} tokens, {trace.num_layers} MoE layers, "
+        about += f"{trace.num_experts} experts, top-{trace.top_k}."
+        fits: dict[Any, Any] = {}
+        limits: dict[str, Any] = {"time_limit_s": options.time_limit, "seed": options.seed, "fits": fits}
+        benches = [
+            Bench(trace, model, cluster, int(ep_size), options.folds, options.halves, **limits)
+            for ep_size in options.ep.split(",")
+        ]
+        gap_of = {} if options.bars else own_gaps(trace, placements)
+        for bench in benches:
+            if options.bars or name == "gptoss":
+                parts.append(bar_rows(bench))
+                yield "\n\n".join(parts) + "\n"
+            if not options.bars:
+                head, body = table(Path(name).stem, bench, placements, gap_of).split("\n", 1)
+                parts.append(f"{head}\n\n{about}\n{body}")
+                yield "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="semmoe evaluate policies", description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", action="append", help="tiny, gptoss, or a trace file (may be repeated)")
+    parser.add_argument("--trace", action="append", help="gptoss, tiny, or a trace file (repeatable; default: both)")
     parser.add_argument("--model", help="model of a trace file")
     parser.add_argument("--ep", default="4,8", help="EP sizes")
-    parser.add_argument("--placements", default="", help="only these placement policies (default: all)")
-    parser.add_argument("--bars", action="store_true", help="only the rows with a bar, on gptoss at EP4 and EP8")
+    parser.add_argument("--placements", default="", help="only these placement policies (default: all but exact)")
+    parser.add_argument("--bars", action="store_true", help="only the rows with a bar (set for gptoss)")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--halves", type=int, default=10)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a placement may search")
@@ -237,17 +264,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="Markdown file (default: standard output)")
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
-    options.trace = options.trace or ["tiny"]
+    options.trace = options.trace or (["gptoss"] if GPTOSS.is_file() else []) + ["tiny"]
+    text = ""
     try:
-        text = report(options, "python -m semmoe.evaluate " + " ".join(words))
+        for text in report(options, " ".join(["semmoe evaluate policies", *words])):
+            if options.out:
+                write_atomically(options.out, text)  # a section at a time: hours of work survive a stop
     except UserError as error:
         print(f"semmoe evaluate: {error}", file=sys.stderr)
         return 2
-    if options.out:
-        write_atomically(options.out, text)
-        print(options.out)
-    else:
-        print(text)
+    print(options.out or text)
     return 0
 
 

@@ -77,7 +77,10 @@ def option(group: str, name: str) -> Options:
 
 
 class Bench:
-    """Runs trials on one trace and EP size. Placements and predictors are fitted once per fold and shared by trials."""
+    """Runs trials on one trace and EP size. Placements and predictors are fitted once per fold and shared by trials.
+
+    fits: profiles and predictors of a bench of the same trace and folds at another EP size, which they do not depend on.
+    """
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Bench:
         batch_tokens: int = 512,
         time_limit_s: float = 60.0,
         seed: int = 0,
+        fits: dict[Any, Any] | None = None,
     ) -> None:
         check_divisible(model.num_experts, model.num_experts, ep_size)
         self.trace, self.model, self.cluster, self.ep_size = trace, model, cluster, ep_size
@@ -99,9 +103,13 @@ class Bench:
             "dp": [trace.split(0.5, seed + half) for half in range(halves)],
         }
         self._cache: dict[Any, Any] = {}
+        self._fits = {} if fits is None else fits
 
     def run(self, trial: Trial, progress: Callable[[], None] = lambda: None) -> dict[str, NDArray[np.float64]]:
         """Column name -> one value a fold (TP) or half (DP)."""
+        return _once(self._cache, ("figures", trial), lambda: self._run(trial, progress))
+
+    def _run(self, trial: Trial, progress: Callable[[], None]) -> dict[str, NDArray[np.float64]]:
         rows = []
         for part in range(len(self.parts[trial.flow])):
             rows.append(self._tp(trial, part) if trial.flow == "tp_shuffled" else self._dp(trial, part))
@@ -135,7 +143,7 @@ class Bench:
         )
 
     def fitted(self, trial: Trial, part: int) -> tuple[Fitted, float]:
-        """(what the trial's policies learned from the training side of this part, seconds of the placement)."""
+        """(what the trial's policies learned from the training side of this part, CPU seconds of the placement)."""
         train, _ = self.parts[trial.flow][part]
         placed_for = trial.placed_for or trial.predictor
         predictor = self._predictor(trial.flow, part, trial.predictor)
@@ -146,7 +154,7 @@ class Bench:
         return -(-self.model.num_experts // self.ep_size + -trial.extra_slots) * self.ep_size
 
     def _profile(self, flow: str, part: int) -> Profile:
-        return self._once(("profile", flow, part), lambda: Profile.fit(self.parts[flow][part][0]))
+        return _once(self._fits, ("profile", flow, part), lambda: Profile.fit(self.parts[flow][part][0]))
 
     def _predictor(self, flow: str, part: int, policy: Policy) -> Any:
         def make() -> Any:
@@ -155,7 +163,7 @@ class Bench:
                 predictor.fit(self._profile(flow, part))
             return predictor
 
-        return self._once(("predictor", flow, part, policy.label), make)
+        return _once(self._fits, ("predictor", flow, part, policy.label), make)
 
     def _placement(self, trial: Trial, part: int, placed_for: Policy) -> tuple[Placement, float]:
         flow = trial.flow
@@ -172,16 +180,12 @@ class Bench:
                 self.seed,
                 self.time_limit_s,
             )
-            start = time.perf_counter()
+            start = time.process_time()  # all threads; other work on the machine does not count
             placement = trial.placement.make("placement").place(problem)
-            return placement, time.perf_counter() - start
+            return placement, time.process_time() - start
 
-        return self._once(("placement", flow, part, trial.placement.label, placed_for.label, trial.extra_slots), make)
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+        key = ("placement", flow, part, trial.placement.label, placed_for.label, trial.extra_slots)
+        return _once(self._cache, key, make)
 
     def _tp(self, trial: Trial, part: int) -> dict[str, float]:
         recipe = self.recipe(trial)
@@ -221,6 +225,12 @@ class Bench:
             "after_head_lar": _figures(behind)["lar"],
             "kv_bytes_per_token": float(kv_bytes) / trace.num_tokens,
         }
+
+
+def _once(cache: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
 def chunks(rows_T: NDArray[np.int64], batch_tokens: int) -> Iterator[NDArray[np.int64]]:

@@ -14,13 +14,14 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
 
 from ..errors import UserError
 from .base import Placement, PlacementProblem
 from .exflow import group_flow
 from .groups import most_a_rank, nodes_of, placed, with_phantoms
+from .highs import solve_milp
 from .layer_tail import least_tail
 from .load_balanced import SPREAD, balance, cost
 from .search_clock import search_s
@@ -128,7 +129,7 @@ def _cluster_program(
     upper = np.concatenate([np.ones(binaries), np.full(clusters, cutoff)])
     lower = np.zeros(binaries + clusters)
     lower[variable[int(load_E.argmax()), 0]] = 1.0
-    answer = milp(
+    answer = solve_milp(
         np.concatenate([np.zeros(binaries), np.ones(clusters)]),
         constraints=[
             LinearConstraint(once.tocsr(), 1, 1),

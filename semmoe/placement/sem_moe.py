@@ -50,7 +50,7 @@ class SemMoe:
         beta_r: float = 1.0,
         n_steps: int = 8,
         ft_steps: int = 64,
-        restarts: int = 8,
+        restarts: int = 32,
         polish: bool = True,
     ) -> None:
         if not 0 <= theta <= 1 or n_steps < 1 or ft_steps < 0 or restarts < 1:

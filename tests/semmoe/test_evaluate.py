@@ -82,7 +82,7 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.Cap
 
 def test_spread_is_the_deviation_over_folds() -> None:
     assert spread(np.array([0.5, 0.6]), "lar") == "0.550 ± 0.071"
-    assert spread(np.array([1.0, 3.0]), "placement_s") == "2.00"
+    assert spread(np.array([1.0, 3.0]), "placement_s") == "2.00 ± 1.41"
 
 
 def test_bars_stand_beside_what_was_measured() -> None:

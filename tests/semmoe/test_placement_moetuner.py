@@ -38,6 +38,12 @@ def test_the_program_repairs_what_exchanges_leave() -> None:
     assert lazy[1] == pytest.approx(best) and lazy[0] >= lazy[1]
 
 
+@pytest.mark.parametrize("load", [[13, 10, 4, 6, 1, 7, 8, 11, 4], [2, 3, 6, 6, 13, 8, 10, 10, 6]])
+def test_programs_on_which_highs_stumbles_are_proved_too(load: list[int]) -> None:
+    _, value, bound = balanced_clusters(np.array(load, dtype=float), 3, 0.0, 32, 20.0)
+    assert bound == pytest.approx(value)
+
+
 def test_a_short_time_limit_reports_a_gap() -> None:
     load = np.random.default_rng(0).lognormal(3, 1.0, 64)
     _, value, bound = balanced_clusters(load, 8, 0.0, 1, 0.2)
