@@ -42,6 +42,8 @@ class RunBuilder:
         ranks, inner = int(cfg["ep_size"] or cluster.ranks), cluster.ranks_per_node
         if prefill >= ranks:
             raise UserError(f"serving.prefill_ranks={prefill} of {ranks} ranks leaves none to decode; fewer are right")
+        if cfg["replacement"]["every_steps"]:
+            raise UserError(f"serving.prefill_ranks={prefill} does not go with replacement.every_steps; set one to 0")
         if ranks > inner and prefill % inner:  # a pool's exchanges are priced from the start of a node on
             raise UserError(
                 f"serving.prefill_ranks={prefill} of {ranks} ranks divides a node of {inner}; a multiple of {inner} is right"

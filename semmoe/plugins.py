@@ -98,10 +98,14 @@ def place_of(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}: "
     own = Path(__file__).resolve().parent.parent
     ours = [own / name for name in ("semmoe", "simulator", "harness")]
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file = Path(frame.f_code.co_filename)
-        users = file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts and file.is_file()
-        if users and not any(file.resolve().is_relative_to(path) for path in ours):
-            found = f"{file}:{line}: in {frame.f_code.co_name}: "
+    found, seen = "", set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:  # simpy raises a copy whose cause holds the frames
+        seen.add(id(cause))
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            file = Path(frame.f_code.co_filename)
+            users = file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts and file.is_file()
+            if users and not any(file.resolve().is_relative_to(path) for path in ours):
+                found = f"{file}:{line}: in {frame.f_code.co_name}: "
+        cause = cause.__cause__ or cause.__context__
     return found

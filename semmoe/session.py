@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from .builder import RunBuilder
 from .config import compose_all
 from .errors import UserError
 from .plan_store import PlanStore
+from .plugins import told as in_words
 from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
 from .run import Run
 from .settings import settings_digest
+from .workers import outcomes
 
 SHOWN_WHERE_SWEPT = (
     "model",
@@ -80,6 +83,7 @@ class Progress:
     """What a command did, for its last line. Rows are printed as they come, through pipes too."""
 
     verb: str
+    runs: int = 0
     kept: int = 0
     rows: int = 0
     configs: set[str] = field(default_factory=set)
@@ -94,6 +98,14 @@ class Progress:
         print(_line(row, sweeps), flush=True)
         self.rows += 1
         self.configs.add(row["config_id"])
+
+    def ended(self, run: Run, made: Path | Exception, sweeps: set[str]) -> None:
+        """A run's row, or why there is none: said at once where others follow."""
+        if isinstance(made, Path):
+            self.finished(made, sweeps)
+        elif self.runs > 1:
+            why = str(made) if isinstance(made, UserError) else in_words(made)
+            print(f"failed: {_line(run.identity('simulator', '', ''), sweeps)}: {why}", file=sys.stderr, flush=True)
 
     def close(self, folders: Collection[Path]) -> None:
         spent_s = time.perf_counter() - self.start_s - self.planning_s
@@ -128,6 +140,7 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Pro
                     runs[path] = run
             bar.update()
     told.planned()
+    told.runs = len(runs)
     # every configuration once, then again: a machine that drifts does not favour one of them
     return sorted(runs.values(), key=lambda run: (run.ep_size, run.repeat))
 
@@ -136,12 +149,25 @@ def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> in
     """Simulate every configuration and write one row each (or re-execute the step plans of a measured run)."""
     told = Progress("simulated")
     runs = _build_all(overrides, multirun, "simulator", told)
-    sweeps = _swept(runs)
-    with progress(len(runs), "simulating") as bar:
-        for run in runs:
-            told.finished(write_row(folder_of(run.cfg), simulator.simulate(run)), sweeps)
+    workers = max((int(run.cfg["workers"]) for run in runs), default=1)
+    sweeps, ended = _swept(runs), dict[int, Path | Exception]()
+    printed = 0  # rows are written as they come and printed in order
+    with progress(len(runs), "simulating") as bar, closing(outcomes(simulator, runs, workers)) as coming:
+        for position, made in coming:
+            folder = folder_of(runs[position].cfg)
+            ended[position] = made if isinstance(made, Exception) else write_row(folder, made)
+            while printed in ended:
+                told.ended(runs[printed], ended[printed], sweeps)
+                printed += 1
             bar.update()
-    told.close({folder_of(run.cfg) for run in runs})
+    failed = [made for made in ended.values() if isinstance(made, Exception)]
+    if len(runs) > 1 or not failed:
+        told.close({folder_of(run.cfg) for run in runs})
+    faults = [error for error in failed if not isinstance(error, UserError)]
+    if faults or (failed and len(runs) == 1):
+        raise (faults or failed)[0]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(runs)} configurations failed (named above); the others are kept")
     return 0
 
 

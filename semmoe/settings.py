@@ -18,7 +18,7 @@ from .steplog import step_log_path
 # in config_id or cluster_digest already, or without influence on a row
 ELSEWHERE = {"model", "model_scale", "cluster", "trace", "flow", "dispatcher", "workload", "serving", "seed", "ep_size"}
 ELSEWHERE |= {"train_fraction", "split", "replacement", "home_cap", "dtype", "scope", "routing", "transport", *METHODS}
-ELSEWHERE |= {"name", "results_dir", "rerun", "replay", "repeats", "sweep", "experiment"}
+ELSEWHERE |= {"name", "results_dir", "rerun", "replay", "repeats", "sweep", "experiment", "workers"}
 OTHER_BACKEND = {"simulator": "measure", "harness": "cost"}
 
 

@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
     "time_limit_s": POSITIVE,
     "routing": among("traced", "expected"),
     "repeats": whole(1),
+    "workers": whole(1),
     "rerun": FLAG,
     "replay": or_null(TEXT),
     "serving.max_batch_tokens": whole(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,15 @@ from .traffic_source import ExpectedTraffic
 def simulate(run: Run) -> dict[str, Any]:
     """The row of a run: its fixed batches, its served workload, or (replay=FOLDER) the step plans of a measured run."""
     row = run.identity("simulator", "modelled", "cost_model")
+    show = multiprocessing.parent_process() is None  # bars of several workers would overwrite each other
     if run.kind == "serve" and not run.cfg.get("replay"):
-        columns, timers = serve(run, show=True)
+        columns, timers = serve(run, show)
         row |= columns
     else:
         timer = step_timer(run)
         timers = [timer]
         if run.kind == "batches":
-            simulate_batches(run.batch_steps(), timer, show=True)
+            simulate_batches(run.batch_steps(), timer, show)
             row |= kv_move_columns(run) if run.spec.flow == "dp" else {}
         else:
             log = load_log(run)
@@ -99,7 +101,6 @@ def replacing_timer(run: Run, cost: CostModel, replacing: Replacing, full_model:
     others = {
         "routing=expected": run.cfg["routing"] == "expected",
         "serving.two_batch_overlap": run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"]),
-        "pools for prefill and decode": run.pools is not None,
     }
     for words in (words for words, set_ in others.items() if set_):
         raise UserError(f"replacement.every_steps does not go with {words}; set it to 0 or leave that")

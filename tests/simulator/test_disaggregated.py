@@ -117,6 +117,7 @@ def test_a_disaggregated_service_gives_a_row_of_both_pools(builder):
     ("overrides", "message"),
     [
         (("serving.prefill_ranks=8",), "leaves none to decode"),
+        (("serving.prefill_ranks=4", "replacement.every_steps=2"), "does not go with replacement.every_steps"),
         (("cluster=h100x16", "serving.prefill_ranks=4"), "divides a node of 8; a multiple of 8"),
         (("serving.prefill_ranks=2", "flow=tp_scattered"), "needs flow=dp"),
     ],
