@@ -24,6 +24,7 @@ from semmoe.workload import workload_axes
 
 PAPER_FACTOR = 5.0
 MOST_DOUBLINGS = 40
+LIGHTEST_RPS = 1e-3  # requests are alone on the machine: a smaller rate changes nothing
 BURST = 4  # offered over finished requests a second at which all arrive in one burst: faster changes nothing
 Serve = Callable[[float], Mapping[str, Any]]
 
@@ -76,6 +77,8 @@ def throughput_under_slo(
                 break
         else:
             bad = rate
+        if rate < LIGHTEST_RPS:
+            break
         if (good if step < 1 else bad) is not None:
             break
     if good is None:
@@ -112,7 +115,7 @@ def _at_rate(run: Run, rate_rps: float) -> Run:
 
 def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
     """The paper's objective: `factor` x the mean TTFT and TPOT of requests that are alone on the machine."""
-    row = server(run)(1e-3)
+    row = server(run)(LIGHTEST_RPS)
     return Objective(factor * row["ttft_ms"], factor * row.get("tpot_ms", float("inf")))
 
 

@@ -121,7 +121,8 @@ def test_token_rows_point_into_the_trace():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"prompt_len": 0}, {"output_len": 0}, {"arrival_ms": -1.0}, {"arrival_ms": float("nan")}]
+    "bad",
+    [{"prompt_len": 0}, {"output_len": 0}, {"arrival_ms": -1.0}, {"arrival_ms": float("nan")}, {"arrival_ms": 1e20}],
 )
 def test_impossible_requests_are_refused(bad):
     with pytest.raises(UserError):
