@@ -11,6 +11,7 @@ from .config import POLICY_GROUPS
 from .dispatch import DispatchSpec
 from .errors import UserError
 from .inputs import check_trace, load_cluster, load_trace
+from .placement.base import Placement
 from .plan_store import PlanStore, is_ours
 from .plugins import instantiate
 from .profile import Profile
@@ -105,8 +106,15 @@ class RunBuilder:
         router = cfg["replica_router"] if recipe.slots > recipe.model.num_experts else None
         key = [fit_key, folds, batch_tokens, composition, cfg["dispatcher"], cfg["dtype"], homes, router]
         store = self.plans if is_ours(*(cfg[group] for group in POLICY_GROUPS)) else PlanStore()
+
+        def place(part: int, profile: Profile, predictor: Any) -> Placement:  # schedulers share the placement of a fold
+            made: Placement = self._cached("fold", [fit_key, folds, part], lambda: recipe.place(profile, predictor))
+            return made
+
         figures: dict[str, float] = self._cached(
-            "planned", key, lambda: store.figures(key, lambda: recipe.planned(train, batch_tokens, composition, folds))
+            "planned",
+            key,
+            lambda: store.figures(key, lambda: recipe.planned(train, batch_tokens, composition, folds, place)),
         )
         return figures
 

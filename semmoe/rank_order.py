@@ -104,7 +104,9 @@ def document(comparison: Comparison, command: str) -> str:
     for one in sorted(found, key=lambda one: (number[one.pair.a], number[one.pair.b])):
         pair, gained = one.pair, one.gain
         simulated = 100 * (1 - predicted_ms[pair.a] / predicted_ms[pair.b])
-        spans = f"{gained.low_pct:+.1f} to {gained.high_pct:+.1f}" if gained.known else "-"
+        spans = (
+            f"{max(gained.low_pct, -999.0):+.1f} to {gained.high_pct:+.1f}" if gained.known else "-"
+        )  # two repeats: wide
         said = "equal in simulation" if one.tied else SAID[pair.verdict]
         lines.append(
             f"| {number[pair.a]}, {number[pair.b]} | {gained.pct:+.1f} | {spans} | {simulated:+.1f} | {said} | "

@@ -198,16 +198,25 @@ class Recipe:
         return meter
 
     def planned(
-        self, train: RoutingTrace, batch_tokens: int, composition: str = "shuffled", folds: int = 4
+        self,
+        train: RoutingTrace,
+        batch_tokens: int,
+        composition: str = "shuffled",
+        folds: int = 4,
+        place: Callable[[int, Profile, Any], Placement] | None = None,
     ) -> dict[str, float]:
         """lar, fan_out and bytes_per_token expected on unseen requests, from the training part alone.
 
         Each of `folds` parts of the training requests is evaluated with policies fitted on the others; in attention-DP
         in several orders, because a request's home depends on when it comes and nobody knows the order beforehand.
+        place(part, profile, predictor): a caller's memory of placements, which schedulers may share (default: place anew).
         """
         meters = []
         for part, (fit, check) in enumerate(Profile.fit(train).folds(folds, self.seed)):
-            fitted = self.fit(fit)
+            profile = Profile.fit(fit)
+            predictor = self.fit_predictor(profile)
+            placement = place(part, profile, predictor) if place else self.place(profile, predictor)
+            fitted = Fitted(profile, predictor, placement)
             for order in range(PLANNED_ORDERS if self.home == "request" else 1):
                 shuffled_R = np.random.default_rng([self.seed, part, order]).permutation(check.num_requests)
                 meters.append(self.locality(fitted, check.select(shuffled_R), batch_tokens, composition))

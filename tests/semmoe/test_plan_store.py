@@ -74,3 +74,13 @@ def test_attention_tp_flows_share_a_placement_and_a_time_limit_makes_another(cal
     assert calls == ["place"]
     builder.build(compose_all([*SMALL, "planned_folds=0", "flow=tp_scattered", "time_limit_s=5"])[0])
     assert calls == ["place", "place"]
+
+
+def test_schedulers_share_the_placements_of_folds_and_the_figures_stay_theirs(calls: list[str]) -> None:
+    builder, planned = RunBuilder(), []
+    for scheduler in ("round_robin", "semantic"):
+        (config,) = compose_all([*SMALL, "flow=dp", f"request_scheduler={scheduler}"])
+        planned.append(builder.build(config).planned)
+    assert calls.count("place") == 3, "the whole training part and two folds, once each"
+    (config,) = compose_all([*SMALL, "flow=dp", "request_scheduler=semantic"])
+    assert planned[0] != planned[1] == RunBuilder().build(config).planned
