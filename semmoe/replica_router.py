@@ -70,27 +70,44 @@ def _at_home(slots_X, home, slots_per_rank):  # type: ignore[no-untyped-def]
 def local_slots(experts_NLk, rows_T, homes_TL, table_LEX, replicas_LE, slots_per_rank):  # type: ignore[no-untyped-def]
     tokens, (layers, k) = len(rows_T), experts_NLk.shape[1:]
     slots = np.empty((tokens, layers, k), dtype=np.int32)
-    for step in range(
-        (tokens + TILE - 1) // TILE * layers
-    ):  # a tile of tokens in one layer: its table stays in the cache
-        layer, begin = step % layers, step // layers * TILE
-        for t in range(begin, min(begin + TILE, tokens)):
-            first = homes_TL[t, layer] * slots_per_rank  # of the home rank; negative where there is no home
-            for j in range(k):
-                e = np.uint64(experts_NLk[rows_T[t], layer, j])
-                copies = np.uint32(replicas_LE[layer, e])
-                slot = table_LEX[layer, e, 0]
-                if copies > 1:
-                    # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
-                    mixed = np.uint32((np.uint64(t * 31) + e) * np.uint64(2654435761))
-                    slot = table_LEX[layer, e, (mixed >> np.uint32(16)) % copies]
-                    for x in range(copies):
-                        held = table_LEX[layer, e, x]
-                        if first <= held < first + slots_per_rank:
-                            slot = held
-                            break
-                slots[t, layer, j] = slot
+    inverse_X = inverses(table_LEX.shape[2])
+    for begin in range(0, tokens, TILE):  # a tile of tokens in one layer: its table stays in the cache
+        end = min(begin + TILE, tokens)
+        for layer in range(layers):
+            tables = table_LEX[layer], replicas_LE[layer], inverse_X
+            route_tile(experts_NLk, rows_T, homes_TL, layer, begin, *tables, slots_per_rank, slots[begin:end, layer])
     return slots
+
+
+@numba.njit(cache=True)
+def route_tile(experts_NLk, rows_T, homes_TH, layer, begin, table_EX, replicas_E, inverse_X, slots_per_rank, slots_Tk):  # type: ignore[no-untyped-def]
+    """Slots of tokens begin .. begin + len(slots_Tk) in one layer, into slots_Tk. A negative home is none."""
+    for i in range(len(slots_Tk)):
+        t = begin + i
+        first = np.uint32(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0] * slots_per_rank)
+        for j in range(slots_Tk.shape[1]):
+            e = np.uint64(experts_NLk[rows_T[t], layer, j])  # unsigned: no test for a negative index
+            copies = np.uint64(replicas_E[e])
+            slot = table_EX[e, 0]
+            if copies > np.uint64(1):
+                # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
+                mixed = np.uint64(np.uint32((np.uint64(t * 31) + e) * np.uint64(2654435761))) >> np.uint64(16)
+                slot = table_EX[e, mixed - copies * ((mixed * inverse_X[copies]) >> np.uint64(32))]
+                for x in range(copies):
+                    if np.uint32(table_EX[e, x]) - first < np.uint32(slots_per_rank):
+                        slot = table_EX[e, x]
+                        break
+            slots_Tk[i, j] = slot
+
+
+@numba.njit(cache=True)
+def inverses(most):  # type: ignore[no-untyped-def]
+    """inverse[c] with n // c == (n * inverse[c]) >> 32 for n < 2^16, c <= most < 2^16: a division would take most of the
+    time of route_tile."""
+    inverse = np.zeros(most + 1, dtype=np.uint64)
+    for c in range(1, most + 1):
+        inverse[c] = np.uint64((1 << 32) // c + 1)
+    return inverse
 
 
 @numba.njit(cache=True)

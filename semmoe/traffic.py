@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .errors import UserError
+from .placement.base import Placement
 from .ports import Ports, relayed_ports, straight_ports
 from .route_counts import count_pairs, count_rows, node_copies, pair_sums, rank_of_slots
 from .wiring import Int, Wiring
@@ -221,7 +222,9 @@ def count_traffic(
             raise UserError(f"re-homing in the combine is not counted over {ep_size} ranks; use fewer ranks")
         from .wide import count_wide
 
-        return count_wide(slots_TLk, homes, num_slots, ep_size, spec, wiring)
+        one_LP1 = np.broadcast_to(np.arange(num_slots)[:, None], (layers, num_slots, 1))
+        once_LP = np.ones((layers, num_slots), dtype=np.int32)
+        return count_wide(slots_TLk, np.arange(tokens), homes, one_LP1, once_LP, ep_size, num_slots, spec, wiring)
     rank_LP = rank_of_slots(layers, num_slots, ep_size)
     traffic = Traffic(*count_pairs(slots_TLk, np.arange(tokens), rank_LP, homes, ep_size), tokens=tokens)
     if wiring is None or wiring.nodes == 1:
@@ -243,15 +246,23 @@ def count_trace_rows(
     experts_NLk: NDArray[np.integer],
     rows_T: NDArray[np.integer],
     homes_T: NDArray[np.integer],
-    rank_LE: NDArray[np.integer],
-    ep_size: int,
+    placement: Placement,
     spec: DispatchSpec,
+    wiring: Wiring | None = None,
     steps: int = 1,
 ) -> Traffic:
-    """What count_traffic says on one node of rows of a trace, where each expert is on one rank and a token's home is the
-    same in all layers: straight from the trace. steps: as many steps, token t in step t % steps, as one of steps * L
-    layers."""
-    counts = count_pairs(experts_NLk, rows_T, rank_LE, homes_T[:, None], ep_size, steps)
+    """What count_traffic says of rows of a trace with one home a token, straight from the trace: on one node without
+    replicas, or over many ranks (`wiring.wide`) with the replicas that replica_router.Local takes.
+
+    steps: as many steps, token t in step t % steps, as one of steps * L layers (one node).
+    """
+    if wiring is not None and wiring.wide:
+        from .wide import count_wide
+
+        tables = placement.logical_to_physical_LEX, placement.replicas_LE
+        sizes = placement.ep_size, placement.num_slots
+        return count_wide(experts_NLk, rows_T, homes_T[:, None], *tables, *sizes, spec, wiring)
+    counts = count_pairs(experts_NLk, rows_T, placement.rank_LE, homes_T[:, None], placement.ep_size, steps)
     return with_collectives(Traffic(*counts, tokens=len(rows_T) // steps), spec)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
+from .replica_router import inverses, route_tile
 from .traffic import Collective, Int, Traffic
 from .wiring import Wiring
 
@@ -47,17 +48,27 @@ class WideTraffic(Traffic):
 
 
 def count_wide(
-    slots_TLk: NDArray[np.integer],
-    homes_TL: NDArray[np.integer],
-    num_slots: int,
+    routes_NLk: NDArray[np.integer],
+    rows_T: NDArray[np.integer],
+    homes_TH: NDArray[np.integer],
+    slots_LXC: NDArray[np.integer],
+    copies_LX: NDArray[np.integer],
     ep_size: int,
+    num_slots: int,
     spec: DispatchSpec,
     wiring: Wiring,
 ) -> WideTraffic:
-    """What traffic.count_traffic counts, of any flow with homes, without pair matrices."""
-    tokens, layers, k = slots_TLk.shape
+    """What traffic.count_traffic counts, of any flow with homes, without pair matrices.
+
+    Token t is row rows_T[t] of routes_NLk; the id x that it holds in a layer has slots slots_LXC[layer, x, :copies], among
+    which replica_router.Local chooses. homes_TH: [T, L], or [T, 1] where it is the same in all layers.
+    """
+    tokens, (layers, k) = len(rows_T), routes_NLk.shape[1:]
     dedup, gathered = spec.dispatcher == "a2a_dedup", spec.dispatcher == "allgather_rs"
-    counted = count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, *wiring_arrays(wiring))
+    homes = np.ascontiguousarray(homes_TH, dtype=np.int64)
+    routes = np.asarray(routes_NLk), np.ascontiguousarray(rows_T, dtype=np.int64), homes
+    tables = np.ascontiguousarray(slots_LXC, dtype=np.int32), np.ascontiguousarray(copies_LX, dtype=np.int32)
+    counted = count_routes(*routes, *tables, ep_size, num_slots, dedup, *wiring_arrays(wiring))
     homes_LG, hits_LP, local_L, pairs_L, exchanged_LG, *links = counted
     everywhere = gathered_ports(homes_LG, wiring) if gathered or spec.flow != "dp" else None
     around = everywhere if gathered else Ports(*links)
@@ -80,7 +91,7 @@ def count_wide(
         if spec.carry_expert_ids:
             collectives.append(Collective("expert_ids", spec.top_k * 2.0, counted=everywhere))
     none = np.zeros((layers, 0, 0), dtype=np.int64)
-    by_rank = hits_LP.reshape(layers, ep_size, -1)
+    by_rank = hits_LP.astype(np.int64).reshape(layers, ep_size, -1)
     return WideTraffic(
         homes_LG=homes_LG,
         assignment_pairs_LGG=none,
@@ -98,17 +109,24 @@ def count_wide(
 
 
 @numba.njit(cache=True)
-def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, leaf_N, leaves):  # type: ignore[no-untyped-def]
+def count_routes(
+    routes_NLk, rows_T, homes_TH, slots_LXC, copies_LX, ep_size, num_slots, dedup, inner, nic_G, leaf_N, leaves
+):  # type: ignore[no-untyped-def]
     """(homes_LG, hits_LP, local_L, remote_pairs_L, exchanged_LG, near, out, into, up, down); links as in Ports.
 
     dedup: one copy a node, relayed there; otherwise one row an assignment, straight.
     """
-    tokens, layers, k = slots_TLk.shape
-    homes, hits = np.zeros((layers, ep_size), dtype=np.int64), np.zeros((layers, num_slots), dtype=np.int64)
+    tokens, (layers, k) = len(rows_T), routes_NLk.shape[1:]
+    per_rank = num_slots // ep_size
+    homes, hits = np.zeros((layers, ep_size), dtype=np.int64), np.zeros((layers, num_slots), dtype=np.uint32)
     near, out, into, up, down = no_rows(layers, ep_size, inner, nic_G, leaves, homes)
     local, pairs = np.zeros(layers, dtype=np.int64), np.zeros(layers, dtype=np.int64)
     exchanged = np.zeros((layers, ep_size), dtype=np.int64)
-    rank_of = (np.arange(num_slots) // (num_slots // ep_size)).astype(np.uint32)
+    entered = np.zeros(
+        (layers, leaves, ep_size), dtype=np.uint32
+    )  # rows that a rank gets from other nodes, by their leaf
+    inside = np.zeros((layers, ep_size, inner), dtype=np.uint32)
+    rank_of = (np.arange(num_slots) // per_rank).astype(np.uint32)
     node_of = (np.arange(ep_size) // inner).astype(np.uint32)
     place_of = (np.arange(ep_size) % inner).astype(np.uint32)
     leaf_of = leaf_N[nic_G]
@@ -116,43 +134,55 @@ def count_routes(slots_TLk, homes_TL, num_slots, ep_size, dedup, inner, nic_G, l
     for n in range(len(relay_of)):
         for i in range(inner):
             relay_of[n, i] = relay(i, n, inner, ep_size)
-    seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(ep_size // inner + 1, dtype=np.uint32)
-    stamp = np.uint32(0)
+    seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(len(relay_of), dtype=np.uint32)
+    inverse_C = inverses(slots_LXC.shape[2])
+    stamp, tile = np.uint32(0), np.empty((TILE, k), dtype=np.int32)
     for begin in range(0, tokens, TILE):  # routes of a tile and counters of a layer both stay in the cache
         for layer in range(layers):
-            for t in range(begin, min(begin + TILE, tokens)):
-                home = np.uint64(homes_TL[t, layer])
-                here, place = node_of[home], place_of[home]
+            tables = slots_LXC[layer], copies_LX[layer], inverse_C
+            slots_Tk = tile[: min(TILE, tokens - begin)]
+            route_tile(routes_NLk, rows_T, homes_TH, layer, begin, *tables, per_rank, slots_Tk)
+            for i in range(len(slots_Tk)):
+                t = begin + i
+                home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
+                here, place, leaf = node_of[home], place_of[home], np.uint64(leaf_of[home])
                 stamp += np.uint32(1)
-                remote, sent, crossed = 0, 0, 0
+                at_home, distinct, rows, crossed = 0, 0, 0, 0
                 for j in range(k):
-                    slot = np.uint64(slots_TLk[t, layer, j])  # unsigned: no test for a negative index
+                    slot = np.uint64(slots_Tk[i, j])  # unsigned: no test for a negative index
                     rank = np.uint64(rank_of[slot])
-                    hits[layer, slot] += 1
+                    hits[layer, slot] += np.uint32(1)
+                    at_home += rank == home
                     first = seen[rank] != stamp
                     seen[rank] = stamp
-                    away = rank != home
-                    remote += away
-                    pairs[layer] += away and first
+                    distinct += first
                     if dedup and not first:
                         continue
-                    sent += away
-                    exchanged[layer, rank] += away
+                    rows += 1
                     node, via = np.uint64(node_of[rank]), home
                     if node != here:
                         via = np.uint64(relay_of[node, place]) if dedup else rank
                         if not dedup or seen_node[node] != stamp:
                             seen_node[node] = stamp
                             crossed += 1
-                            into[layer, nic_G[via]] += 1
-                            if leaves > 1 and leaf_of[via] != leaf_of[home]:
-                                up[layer, leaf_of[home]] += 1
-                                down[layer, leaf_of[via]] += 1
-                        if not dedup:
-                            continue
-                    near[layer, via, place_of[rank]] += 1
+                            entered[layer, leaf, via] += np.uint32(1)
+                    inside[layer, via, place_of[rank]] += np.uint32(1)
+                served = min(at_home, 1) if dedup else at_home
                 homes[layer, home] += 1
-                local[layer] += k - remote
-                exchanged[layer, home] += sent
+                local[layer] += at_home
+                pairs[layer] += distinct - min(at_home, 1)
+                exchanged[layer, home] += rows - 2 * served  # what it served itself is neither sent nor received
                 out[layer, nic_G[home]] += crossed
+    for layer in range(layers):
+        for g in range(ep_size):
+            for place in range(min(inner, ep_size - g // inner * inner)):
+                near[layer, g, place] = inside[layer, g, place]
+                exchanged[layer, g // inner * inner + place] += inside[layer, g, place]
+            for leaf in range(leaves):
+                rows = entered[layer, leaf, g]
+                into[layer, nic_G[g]] += rows
+                near[layer, g, place_of[g]] -= 0 if dedup else rows  # they came straight
+                if leaf != leaf_of[g]:
+                    up[layer, leaf] += rows
+                    down[layer, leaf_of[g]] += rows
     return homes, hits, local, pairs, exchanged, near, out, into, up, down

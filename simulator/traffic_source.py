@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
+from semmoe.replica_router import Local
 from semmoe.stepplan import StepPlan, TokenRows
 from semmoe.traffic import Traffic, count_trace_rows, count_traffic, with_collectives
 from semmoe.wiring import Wiring
@@ -48,12 +49,13 @@ class TracedTraffic:
 
     def __init__(self, planner: StepPlanner, spec: DispatchSpec, wiring: Wiring) -> None:
         self.planner, self.spec, self.wiring = planner, spec, wiring
-        placement = planner.placement
-        self._slots, self._rank_LE = placement.num_slots, placement.first_slot_LE // placement.slots_per_rank
-        self._plain = spec.flow == "dp" and not placement.has_replicas and wiring.nodes == 1
+        self._slots = planner.placement.num_slots
+        local = isinstance(planner.replica_router, Local)
+        plain = not planner.placement.has_replicas
+        self._straight = spec.flow == "dp" and ((plain or local) if wiring.wide else plain and wiring.nodes == 1)
 
     def of_rows(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None) -> Traffic:
-        if self._plain and queue_T is not None:
+        if self._straight and queue_T is not None:
             return self._of_trace(rows_T, queue_T)
         routed = self.planner.route(rows_T, queue_T)
         shape = (self._slots, self.planner.ranks)
@@ -70,8 +72,9 @@ class TracedTraffic:
         return self._of_trace(rows_T, np.repeat(step.rank_N, steps), steps)
 
     def _of_trace(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer], steps: int = 1) -> Traffic:
-        routes = self.planner.trace.experts_TLk
-        return count_trace_rows(routes, rows_T, queue_T, self._rank_LE, self.planner.ranks, self.spec, steps)
+        planner = self.planner
+        routes = planner.trace.experts_TLk
+        return count_trace_rows(routes, rows_T, queue_T, planner.placement, self.spec, self.wiring, steps)
 
 
 class ExpectedTraffic:

@@ -99,6 +99,11 @@ class Placement:
         return np.ascontiguousarray(self.logical_to_physical_LEX[:, :, 0])
 
     @cached_property
+    def rank_LE(self) -> NDArray[np.int32]:
+        """The rank of every expert's first (without replicas: only) slot."""
+        return np.asarray(self.first_slot_LE // self.slots_per_rank, dtype=np.int32)
+
+    @cached_property
     def rank_mask_LEG(self) -> NDArray[np.bool_]:
         """Whether rank g holds a copy of expert e."""
         mask = np.zeros((self.num_layers, self.num_experts, self.ep_size), dtype=bool)

@@ -72,9 +72,8 @@ def test_steps_counted_straight_from_the_trace_are_the_traffic_of_their_planned_
     spec = DispatchSpec(flow="dp", dispatcher=dispatcher, hidden=256, top_k=3)
     placement = Placement(experts_LP, ranks, (0, 1), 16)
     rows_NS, rank_N = rng.integers(0, 20, (requests, steps)), rng.integers(0, ranks, requests)
-    rank_LE = placement.first_slot_LE // placement.slots_per_rank
     homes_T = np.repeat(rank_N, steps)
-    together = count_trace_rows(trace.experts_TLk, rows_NS.ravel(), homes_T, rank_LE, ranks, spec, steps)
+    together = count_trace_rows(trace.experts_TLk, rows_NS.ravel(), homes_T, placement, spec, steps=steps)
     planner = StepPlanner(trace, placement, spec)
     for s in range(steps):
         routed = planner.route(rows_NS[:, s], rank_N)

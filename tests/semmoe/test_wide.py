@@ -8,12 +8,34 @@ import pytest
 import semmoe.wiring
 from semmoe.dispatch import DispatchSpec, valid_pairs
 from semmoe.locality import LocalityMeter
-from semmoe.traffic import count_traffic
+from semmoe.placement.base import Placement
+from semmoe.replica_router import Local
+from semmoe.traffic import count_trace_rows, count_traffic, differences
 from semmoe.wide import WideTraffic
 from semmoe.wiring import Wiring
 
 RANKS, INNER, SLOTS = 12, 4, 24
 WIRING = Wiring(RANKS, INNER, np.arange(RANKS) // 2, np.arange(RANKS // 2) % 2)  # two ranks a NIC, two rails
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather_rs", "a2a_assignment", "a2a_dedup", "low_latency"])
+@pytest.mark.parametrize(("ranks", "slots"), [(12, 24), (10, 10), (8, 32)])
+def test_counted_straight_from_a_trace_is_what_the_routed_slots_are(dispatcher, ranks, slots, monkeypatch):
+    """Replicas and none, one slot a rank and several, a last node that is not full."""
+    monkeypatch.setattr(semmoe.wiring, "PAIRS_UP_TO", 4)
+    rng, experts = np.random.default_rng(1), min(slots, 20)
+    routes = np.argsort(rng.random((50, 2, experts)), axis=2)[:, :, :3].astype(np.int16)
+    placement = Placement(np.stack([rng.permutation(slots) % experts for _ in range(2)]), ranks, (0, 1), experts)
+    spec, wiring = DispatchSpec(flow="dp", dispatcher=dispatcher, hidden=64, top_k=3), Wiring.plain(ranks, 4)
+    rows, homes = rng.integers(0, 50, 70), rng.integers(0, ranks, 70)
+    slots_TLk = Local().slots_of_layers(routes, rows, np.repeat(homes[:, None], 2, axis=1), placement)
+    straight = count_trace_rows(routes, rows, homes, placement, spec, wiring)
+    routed = count_traffic(slots_TLk, homes, slots, ranks, spec, wiring)
+    assert differences(straight, routed) == [] and isinstance(straight, WideTraffic)
+    assert (straight.exchanged_rows_LG() == routed.exchanged_rows_LG()).all()
+    for ours, theirs in zip(straight.collectives, routed.collectives, strict=True):
+        for name in ("near_LGI", "out_LN", "in_LN", "up_LF", "down_LF"):
+            assert (getattr(ours.ports(wiring), name) == getattr(theirs.ports(wiring), name)).all(), name
 
 
 @pytest.mark.parametrize(("flow", "dispatcher"), valid_pairs())
