@@ -107,6 +107,8 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, 
                 lanes[at, home, 3] += (once >> eight) & bytes_02
         for i in range(steps * layers):
             for s in range(ranks):
+                if not lanes[i, s, 2] | lanes[i, s, 3]:  # no token is at home there
+                    continue
                 for d in range(ranks):
                     shift = np.uint64(16 * (d // 2))
                     pairs[i, s, d] += np.int64((lanes[i, s, d % 2] >> shift) & lane)

@@ -175,14 +175,14 @@ def count_routes(
                 out[layer, nic_G[home]] += crossed
     for layer in range(layers):
         for g in range(ep_size):
-            for place in range(min(inner, ep_size - g // inner * inner)):
-                near[layer, g, place] = inside[layer, g, place]
-                exchanged[layer, g // inner * inner + place] += inside[layer, g, place]
-            for leaf in range(leaves):
-                rows = entered[layer, leaf, g]
-                into[layer, nic_G[g]] += rows
-                near[layer, g, place_of[g]] -= 0 if dedup else rows  # they came straight
-                if leaf != leaf_of[g]:
-                    up[layer, leaf] += rows
-                    down[layer, leaf_of[g]] += rows
+            for other in range(min(inner, ep_size - g // inner * inner)):
+                near[layer, g, other] = inside[layer, g, other]
+                exchanged[layer, g // inner * inner + other] += inside[layer, g, other]
+            for source in range(leaves):
+                came = entered[layer, source, g]
+                into[layer, nic_G[g]] += came
+                near[layer, g, place_of[g]] -= 0 if dedup else came  # straight from their rank
+                if source != leaf_of[g]:
+                    up[layer, source] += came
+                    down[layer, leaf_of[g]] += came
     return homes, hits, local, pairs, exchanged, near, out, into, up, down

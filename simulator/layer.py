@@ -70,13 +70,9 @@ def time_steps(
     elif start_ms:
         outside_S = outside_S + start_ms
     layer_SL = sum(phases.values(), np.zeros(layers)).reshape(steps, -1)
-    phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}
     step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
     if load is not None:
         step_S = np.maximum(step_S, cost.eager_ms(load))
-    return [
-        LayerTimes(
-            {name: ms[s] for name, ms in phases_SL.items()}, float(step_S[s]), float(attention_S[s]), layer_SL[s]
-        )
-        for s in range(steps)
-    ]
+    phases_SL = [ms.reshape(steps, -1) for ms in phases.values()]
+    each = zip(zip(*phases_SL, strict=True), step_S.tolist(), attention_S.tolist(), layer_SL, strict=True)
+    return [LayerTimes(dict(zip(phases, row, strict=True)), *rest) for row, *rest in each]
