@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .builder import RunBuilder
-from .config import POLICY_GROUPS, compose_all, group_options
+from .config import POLICY_GROUPS, compose_one, group_options
 from .conformance import CHECKS, Subject, figures, run_checks, with_policy
 from .errors import UserError
 from .plugins import instantiate
@@ -34,7 +34,7 @@ def check(overrides: Sequence[str]) -> int:
     context = [word for word in CONTEXT[group] if word.split("=", 1)[0] not in keys]
     if group == "replica_router" and "placement.slots" not in keys:
         context.append("placement.slots=40")
-    (config,) = compose_all(["planned_folds=0", *context, *overrides])
+    config = compose_one(["planned_folds=0", *context, *overrides])
     run = RunBuilder().build(config | {group: _built_in(group)})
     name = label(config[group])
     subject = Subject(partial(instantiate, _without_slots(config[group]), group), run.recipe, run.train)
@@ -64,7 +64,7 @@ def _group_of(overrides: Sequence[str]) -> str:
 
 def _built_in(group: str) -> dict[str, Any]:
     """A built-in policy of the group, to build the surroundings of the one that is checked."""
-    (config,) = compose_all([])
+    config = compose_one([])
     return dict(config[group])
 
 
@@ -76,7 +76,7 @@ def _table(run: Run, group: str, name: str, subject: Subject) -> str:
     """Held-out figures of the plug-in and of every built-in of its group that needs no oracle."""
     makes = {name: subject.make}
     for option in group_options(group):
-        (config,) = compose_all([f"{group}={option}"])
+        config = compose_one([f"{group}={option}"])
         if "oracle" not in option and config[group].get("_target_"):
             makes.setdefault(label(config[group]), partial(instantiate, _without_slots(config[group]), group))
     lines = [

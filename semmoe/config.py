@@ -59,6 +59,16 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
     return configs
 
 
+def compose_one(overrides: Sequence[str]) -> dict[str, Any]:
+    """The one resolved config that these overrides describe; UserError where an experiment sweeps over several."""
+    configs = compose_all(overrides)
+    if len(configs) != 1:
+        raise UserError(
+            f"the overrides describe {len(configs)} configurations (an experiment with a sweep?); one is right"
+        )
+    return configs[0]
+
+
 def _defaults() -> dict[str, Any]:
     """The tree of config.yaml without its defaults list and sweep."""
     from omegaconf import OmegaConf

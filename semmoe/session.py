@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .builder import RunBuilder
-from .config import compose_all
+from .config import compose_all, compose_one
 from .errors import UserError
 from .plan_store import PlanStore
 from .plugins import told as in_words
@@ -218,10 +218,7 @@ def _line(row: dict[str, Any], sweeps: Collection[str] = ()) -> str:
 
 def place_one(overrides: Sequence[str]) -> int:
     """Compute one placement, write it as JSON beside the runs and print what it is expected to give."""
-    configs = compose_all(overrides)
-    if len(configs) != 1:
-        raise UserError(f"semmoe place computes one placement; the overrides describe {len(configs)}")
-    run = RunBuilder().build(configs[0])
+    run = RunBuilder().build(compose_one(overrides))
     placement = run.fitted.placement
     path = folder_of(run.cfg) / f"placement-{run.config_id}.json"
     content = {

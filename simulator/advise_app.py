@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semmoe.config import compose_all
+from semmoe.config import compose_one
 from semmoe.errors import UserError
 from semmoe.report.page import Verdict, page, prose, table
 from semmoe.results import write_atomically
@@ -124,7 +124,7 @@ def _config(overrides: Sequence[str]) -> dict[str, Any]:
     words = [f"{k}={v}" for k, v in DEFAULTS.items() if k not in given and k.split(".")[0] not in given_groups]
     if "trace" not in given:
         words += [f"{key}={value}" for key, value in PROFILE_SIZE.items() if key not in given]
-    (config,) = compose_all([*words, *overrides])
+    config = compose_one([*words, *overrides])
     if config["workload"]["kind"] != "serve":
         raise UserError("semmoe advise needs traffic: workload=serve (the default) with workload.rate_rps")
     return config

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.config import compose_all
+from semmoe.config import compose_one
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.inputs import load_cluster
@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = [f"cluster={name}" for name in given.get("clusters", "").split(",") if name] or [""]
     maps: list[BreakEven] = []
     for cluster_override in chosen:
-        (config,) = compose_all([*overrides, *([cluster_override] if cluster_override else []), "planned_folds=0"])
+        config = compose_one([*overrides, *([cluster_override] if cluster_override else []), "planned_folds=0"])
         model: ModelSpec = instantiate(config["model"], "model").scaled(float(config["model_scale"]))
         _, cluster = load_cluster(config["cluster"])
         ranks = int(config["ep_size"] or cluster.ranks)

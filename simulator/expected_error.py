@@ -39,11 +39,11 @@ SHOWN = (
 
 def both(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], float, float]:
     """Rows of the configuration with traced and with expected routing, and the seconds that each took after a warm-up."""
-    from semmoe.config import compose_all
+    from semmoe.config import compose_one
 
     builder, rows, seconds = RunBuilder(), [], []
     for routing in ("traced", "expected"):
-        (config,) = compose_all([*overrides, "planned_folds=0", f"routing={routing}"])
+        config = compose_one([*overrides, "planned_folds=0", f"routing={routing}"])
         run = builder.build(config)
         simulate(run)  # compiles
         start = time.perf_counter()

@@ -121,14 +121,18 @@ def lightest_load(run: Run, factor: float = PAPER_FACTOR) -> Objective:
 
 def main(argv: Sequence[str]) -> int:
     """Print one configuration's throughput under SLO and the rates tried, and keep a row for each of them."""
-    from semmoe.config import compose_all
+    from semmoe.config import compose_one
 
     own = {"slo": "paper", "tolerance": "0.02"}
     given = dict(word.split("=", 1) for word in argv if word.split("=", 1)[0] in own and "=" in word)
-    (config,) = compose_all([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
-    kind = given.get("slo", own["slo"])
+    config = compose_one([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
+    kind, tolerance = (given.get(name, default) for name, default in own.items())
     if kind not in ("paper", "absolute"):
         raise UserError(f"slo={kind} must be paper or absolute")
+    try:
+        within = float(tolerance)
+    except ValueError:
+        raise UserError(f"tolerance={tolerance} must be a number between 0 and 1") from None
     run = RunBuilder().build(config)
     limits = config["slo"]
     objective = lightest_load(run) if kind == "paper" else Objective(float(limits["ttft_ms"]), float(limits["tpot_ms"]))
@@ -140,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         write_row(folder, row)
         return row
 
-    found = throughput_under_slo(recorded, objective, tolerance=float(given.get("tolerance", own["tolerance"])))
+    found = throughput_under_slo(recorded, objective, tolerance=within)
     print(f"objective ({kind}, p90): TTFT {objective.ttft_ms:.2f} ms, TPOT {objective.tpot_ms:.3f} ms")
     for rate, met in found.trials:
         print(f"  {rate:10.2f} requests/s  {'met' if met else 'broken'}")

@@ -168,11 +168,11 @@ def write_trace(folder: Path, timeline: Timeline, cost: CostModel) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Simulate one configuration and write its trace."""
-    from semmoe.config import compose_all
+    from semmoe.config import compose_one
 
     own = {"out", "steps"}
     given = dict(word.split("=", 1) for word in argv if word.split("=", 1)[0] in own and "=" in word)
-    (config,) = compose_all([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
+    config = compose_one([word for word in argv if word.split("=", 1)[0] not in own] + ["planned_folds=0"])
     steps = given.get("steps", "50")
     if not steps.isdigit() or not int(steps):
         raise UserError(f"steps={steps} must be a whole number of at least 1")

@@ -114,7 +114,7 @@ class Placement:
 
 
 def check_divisible(num_experts: int, slots: int, ep_size: int) -> None:
-    """UserError unless `slots` >= `num_experts` slots can be split evenly over `ep_size` ranks."""
+    """UserError unless `slots` >= `num_experts` slots can be split evenly over `ep_size` ranks, no expert twice on one."""
     if ep_size < 1:
         raise UserError(f"ep_size={ep_size} must be at least 1")
     if slots < num_experts or slots % ep_size:
@@ -124,6 +124,11 @@ def check_divisible(num_experts: int, slots: int, ep_size: int) -> None:
         raise UserError(
             f"{num_experts} experts in {slots} slots cannot be split over ep_size={ep_size}; use a divisor of "
             f"{num_experts} (nearest: {near}) or set placement.slots={right}"
+        )
+    if slots > num_experts * ep_size:
+        raise UserError(
+            f"placement.slots={slots} are more than {num_experts} experts on each of {ep_size} ranks can fill "
+            f"({num_experts * ep_size}): a second copy on the same rank serves nothing"
         )
 
 

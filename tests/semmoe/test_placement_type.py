@@ -31,6 +31,7 @@ def test_from_ranks_puts_every_expert_on_its_rank():
         (32, 30, 4, "slots=32"),
         (32, 32, 0, "at least 1"),
         (8, 8, 16, "slots=16"),
+        (8, 36, 4, r"slots=36 are more than 8 experts on each of 4 ranks can fill \(32\)"),
     ],
 )
 def test_experts_that_do_not_divide_are_refused_with_what_would_be_right(experts, slots, ranks, hint):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,19 @@ def test_the_command_keeps_a_row_for_every_rate_with_the_bounds_it_was_judged_by
     (twin,) = read_rows([tmp_path / "s"]).to_dict("records")
     ours = rows[rows.config_id == twin["config_id"]].iloc[0]
     assert ours.ttft_ms == twin["ttft_ms"] and ours.throughput_rps == twin["throughput_rps"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tolerance=x"], "tolerance=x must be a number"),
+        (["tolerance=0"], "between 0 and 1"),
+        (["experiment=demo"], "configurations .* one is right"),
+    ],
+)
+def test_what_the_command_cannot_search_is_refused(capsys, words, message):
+    assert cli(["slo", "workload=serve", "workload.num_requests=2", "cluster=h100x8", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_inter_token_latencies_are_the_steps_between_the_tokens_of_a_request():
