@@ -169,7 +169,9 @@ def test_a_file_where_the_folder_of_the_run_should_be_is_named(here, capsys, spo
     (here / spoil).parent.mkdir(parents=True, exist_ok=True)
     (here / spoil).write_text("in the way")
     code, _, err = run(capsys, "simulate", *SMALL)
-    assert code == 2 and "cannot be written" in err and "results/runs/default" in err and "Traceback" not in err
+    assert (
+        code == 2 and "cannot be written" in err and "results/runs/" in err and "Traceback" not in err
+    )  # rows or plans
 
 
 @pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
