@@ -210,10 +210,24 @@ def own_gaps(trace: RoutingTrace, placements: Sequence[str]) -> dict[str, float]
     }
 
 
+def ints(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """UserError for what would fail only after a while."""
+    for name, least in (("folds", 2), ("halves", 1), ("seed", 0), ("time_limit", 0)):
+        if not getattr(options, name) >= least:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
+    for name in options.placements:
+        option("placement", name)
+
+
 def report(options: argparse.Namespace, command: str) -> Iterator[str]:
     """The whole text each time that a section is done."""
+    check_options(options)
     _, cluster = load_cluster(option("cluster", "h100x8"))
-    placements = options.placements.split(",") if options.placements else PLACEMENTS
+    loaded = {name: load(name, options.model) for name in options.trace}
     parts = [
         "# Policies on held-out routes",
         f"Made by `{command}`.",
@@ -229,23 +243,21 @@ def report(options: argparse.Namespace, command: str) -> Iterator[str]:
         "the policy's own objective, on 20 small cases cut from the trace (placement_objectives.md). ± is the standard "
         f"deviation over folds or halves. Every placement could search for {options.time_limit:g} s.",
     ]
-    for name in options.trace:
-        trace, model = load(name, options.model)
+    for name, (trace, model) in loaded.items():
         about = f"{trace.num_requests} requests, {trace.num_tokens} tokens, {trace.num_layers} MoE layers, "
         about += f"{trace.num_experts} experts, top-{trace.top_k}."
         fits: dict[Any, Any] = {}
         limits: dict[str, Any] = {"time_limit_s": options.time_limit, "seed": options.seed, "fits": fits}
         benches = [
-            Bench(trace, model, cluster, int(ep_size), options.folds, options.halves, **limits)
-            for ep_size in options.ep.split(",")
+            Bench(trace, model, cluster, ep_size, options.folds, options.halves, **limits) for ep_size in options.ep
         ]
-        gap_of = {} if options.bars else own_gaps(trace, placements)
+        gap_of = {} if options.bars else own_gaps(trace, options.placements)
         for bench in benches:
             if options.bars or name == "gptoss":
                 parts.append(bar_rows(bench))
                 yield "\n\n".join(parts) + "\n"
             if not options.bars:
-                head, body = table(Path(name).stem, bench, placements, gap_of).split("\n", 1)
+                head, body = table(Path(name).stem, bench, options.placements, gap_of).split("\n", 1)
                 parts.append(f"{head}\n\n{about}\n{body}")
                 yield "\n\n".join(parts) + "\n"
 
@@ -254,8 +266,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="semmoe evaluate policies", description=__doc__.splitlines()[0])
     parser.add_argument("--trace", action="append", help="gptoss, tiny, or a trace file (repeatable; default: both)")
     parser.add_argument("--model", help="model of a trace file")
-    parser.add_argument("--ep", default="4,8", help="EP sizes")
-    parser.add_argument("--placements", default="", help="only these placement policies (default: all but exact)")
+    parser.add_argument("--ep", type=ints, default=[4, 8], help="EP sizes, as in 4,8")
+    parser.add_argument(
+        "--placements",
+        type=lambda text: text.split(","),
+        default=PLACEMENTS,
+        help="only these (default: all but exact)",
+    )
     parser.add_argument("--bars", action="store_true", help="only the rows with a bar (set for gptoss)")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--halves", type=int, default=10)

@@ -57,17 +57,19 @@ class Side(Protocol):
 
 
 class Semantic:
-    """restarts: starts of the alternation (at least: small problems get as many as some EFFORT allows); iterations:
+    """Experts and the homes of tokens or requests placed together, for the predictor that schedules online.
+
+    `slots` beyond one per expert become replicas (replicas.py), starting from the best placement without and from the
+    best that minds no load, for replicas can carry load away. On several nodes, ranks that send each other most share
+    one (nodes.py). Stops adding starts at the problem's time limit (notes["starts"] says how many were done); otherwise
+    the result depends on the seed alone.
+
+    restarts: starts of the alternation (at least: small problems get as many as some EFFORT allows); iterations:
     turns of one start; kick: largest share of experts that a perturbed start shuffles. load_weight, load_target,
     home_cap as in the module's formula; load_folds: groups of training requests on which the overload of a token-level
     placement is taken (exchange.py; homes of requests need one group, for requests of a kind are meant to load their
     rank). sample_tokens: training tokens that the alternation of a token-level placement works on; kappa: smoothing of
     their table where the predictor has no left-out predictions of its own (token_homes.py).
-
-    `slots` beyond one per expert become replicas (replicas.py), starting from the best placement without and from the
-    best that minds no load, for replicas can carry load away. On several nodes, ranks that send each other most share
-    one (nodes.py). Stops adding starts at the problem's time limit
-    (notes["starts"] says how many were done); otherwise the result depends on the seed alone.
     """
 
     def __init__(

@@ -76,6 +76,18 @@ def test_heads_by_hand() -> None:
 def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["--trace", "tiny", "--model", "nonsense", "--ep", "3"]) == 2
     assert "ep_size=3" in capsys.readouterr().err
+    for words, told in (
+        ("--folds 1", "--folds 1 must be at least 2"),
+        ("--halves 0", "--halves 0"),
+        ("--seed -1", "--seed -1"),
+        ("--time-limit -1", "--time-limit -1"),
+        ("--placements semantc", "did you mean 'semantic'"),
+        ("--trace nofile.npz", "needs --model"),
+    ):
+        assert main(["--trace", "tiny", *words.split()]) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--ep", "x"])
     with pytest.raises(UserError, match="needs --model"):
         load(str(tmp_path / "x.npz"), None)
 
