@@ -35,6 +35,9 @@ OPTIONS = {"data": "", "anchors": "check"}
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 1 after a regression against the committed anchors, 0 otherwise."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     options = _options(argv)
     data = Path(options["data"]) if options["data"] else DATA
     if options["data"] and not data.exists():

@@ -97,6 +97,10 @@ def test_a_regression_gives_a_failing_exit_status(tmp_path, monkeypatch, capsys)
     assert validate.main(options) == 1 and "REGRESSION: nccl.pooled" in capsys.readouterr().err
 
 
+def test_help_says_what_the_command_takes(capsys):
+    assert validate.main(["--help"]) == 0 and "data=DIR" in capsys.readouterr().out
+
+
 def test_unknown_options_and_unreadable_data_are_explained(tmp_path):
     with pytest.raises(UserError, match=r"no option .did you mean 'data'"):
         validate.main(["dat=x"])
