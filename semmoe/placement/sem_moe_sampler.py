@@ -95,14 +95,15 @@ class SemMoeSampler:
             rank_NLE = drawn(chance_LEG, self.draws, seed * self.rounds + turn)
             value_N, home_NU = answered(mass_LUE, share_U, rank_NLE, ranks, self.theta)
             elite = np.argsort(value_N, kind="stable")[: self.elite]
-            leaders.append((float(value_N[elite[0]]), rank_NLE[elite[0]], home_NU[elite[0]]))
+            made = turn + 1
+            worth = elite if len(share_U) <= MOST_TRADED else elite[:1]  # of few items, every elite is improved below
+            leaders += [(float(value_N[n]), rank_NLE[n], home_NU[n]) for n in worth[::-1]]  # the best last
             leader_LE = min(leaders, key=lambda one: one[0])[1]
             alike_NLE = np.stack([relabelled(rank_NLE[n], leader_LE, ranks) for n in elite])
             share_LEG = (alike_NLE[..., None] == np.arange(ranks)).mean(axis=0)
             chance_LEG += self.step * (share_LEG - chance_LEG)
             if search_s() > until or chance_LEG.max(axis=2).min() > 0.99:
                 break
-        made = len(leaders)
         best = leaders.pop()
         for one in [best, *leaders]:
             found = self.improved(mass_LUE, share_U, *one, ranks)
