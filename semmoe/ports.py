@@ -9,6 +9,7 @@ straight; hierarchically 10 between nodes, to rank 2, and 10 more inside node 1,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -29,7 +30,7 @@ class Ports:
     up_LF: Int
     down_LF: Int
 
-    @property
+    @cached_property
     def node_rows_L(self) -> Int:
         """Rows on links inside nodes."""
         ranks, inner = self.near_LGI.shape[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,22 @@ class ShortestQueue:
         head_counts: NDArray[np.integer] | None,
         ranks: RankStates,
     ) -> int:
-        tokens_G = np.asarray(ranks.queued_tokens_G) + ranks.kv_tokens_G
-        requests_G = np.asarray(ranks.running_G) + ranks.waiting_G
-        return int(np.lexsort((requests_G, tokens_G))[0])
+        return self.assign_window([request], None, None, ranks)[0]
+
+    def assign_window(
+        self,
+        requests: Sequence[Request],
+        score_RG: NDArray[np.integer] | None,
+        head_counts: Sequence[NDArray[np.integer]] | None,
+        ranks: RankStates,
+    ) -> list[int]:
+        """One by one, each seeing those before it."""
+        tokens_G = (np.asarray(ranks.queued_tokens_G) + ranks.kv_tokens_G).tolist()
+        requests_G = (np.asarray(ranks.running_G) + ranks.waiting_G).tolist()
+        chosen = []
+        for request in requests:
+            rank = min(range(len(tokens_G)), key=lambda g: (tokens_G[g], requests_G[g]))
+            tokens_G[rank] += request.prompt_len
+            requests_G[rank] += 1
+            chosen.append(rank)
+        return chosen
