@@ -8,9 +8,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 
-from .highs import solve_milp
 from .search_clock import search_s
 
 
@@ -88,7 +87,7 @@ def _two_tails(costs: list[NDArray[np.float64]], time_limit_s: float) -> NDArray
         limit = free.copy()
         limit[:, t] = -1.0
         constraints.append(LinearConstraint(np.hstack([rows * cost_CG.ravel(), limit]), -np.inf, 0))
-    answer = solve_milp(
+    answer = milp(
         np.concatenate([np.zeros(binaries), np.ones(tables)]),
         constraints=constraints,
         integrality=np.concatenate([np.ones(binaries), np.zeros(tables)]),

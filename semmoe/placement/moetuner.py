@@ -14,14 +14,13 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from ..errors import UserError
 from .base import Placement, PlacementProblem
 from .exflow import group_flow
 from .groups import most_a_rank, nodes_of, placed, with_phantoms
-from .highs import solve_milp
 from .layer_tail import least_tail
 from .load_balanced import SPREAD, balance, cost
 from .search_clock import search_s
@@ -105,7 +104,8 @@ def _cluster_program(
     load_E: NDArray[np.float64], clusters: int, cutoff: float, time_limit_s: float
 ) -> tuple[NDArray[np.int64] | None, float]:
     """HiGHS on x[e, c] binary, d[c] >= |load_c - mean|; the heaviest expert sits in cluster 0 (labels are free)."""
-    experts = len(load_E)
+    experts, unit = len(load_E), max(float(load_E.mean()), 1e-12)
+    load_E, cutoff = load_E / unit, cutoff / unit  # HiGHS ends with solve errors where numbers are far from 1
     binaries = experts * clusters
     variable = np.arange(binaries).reshape(experts, clusters)
     ones = np.ones(binaries)
@@ -129,7 +129,7 @@ def _cluster_program(
     upper = np.concatenate([np.ones(binaries), np.full(clusters, cutoff)])
     lower = np.zeros(binaries + clusters)
     lower[variable[int(load_E.argmax()), 0]] = 1.0
-    answer = solve_milp(
+    answer = milp(
         np.concatenate([np.zeros(binaries), np.ones(clusters)]),
         constraints=[
             LinearConstraint(once.tocsr(), 1, 1),
@@ -142,6 +142,7 @@ def _cluster_program(
         options={"time_limit": max(time_limit_s, 0.05), "mip_rel_gap": 1e-6},
     )
     bound = float(answer.mip_dual_bound) if answer.mip_dual_bound is not None else 0.0
+    bound *= unit
     if answer.x is None:
-        return None, bound if answer.status != 2 else cutoff
+        return None, bound if answer.status != 2 else cutoff * unit
     return answer.x[:binaries].reshape(experts, clusters).argmax(axis=1).astype(np.int64), bound

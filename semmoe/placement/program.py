@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ..assign import assign_capped, assign_equal
 from ..errors import UserError
 from ..schedule.base import capacity_of
 from .base import Placement, PlacementProblem
-from .highs import solve_milp
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,7 @@ def best_homes(
         return value, float(value), home_U
     rows = np.kron(np.eye(items), np.ones(ranks))
     loads = np.kron(weight_U, np.eye(ranks))
-    answer = solve_milp(
+    answer = milp(
         -score_UG.ravel().astype(float),
         constraints=[LinearConstraint(rows, 1, 1), LinearConstraint(loads, -np.inf, capacity)],
         integrality=np.ones(items * ranks),

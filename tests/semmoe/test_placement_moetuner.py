@@ -38,7 +38,9 @@ def test_the_program_repairs_what_exchanges_leave() -> None:
     assert lazy[1] == pytest.approx(best) and lazy[0] >= lazy[1]
 
 
-@pytest.mark.parametrize("load", [[13, 10, 4, 6, 1, 7, 8, 11, 4], [2, 3, 6, 6, 13, 8, 10, 10, 6]])
+@pytest.mark.parametrize(
+    "load", [[13, 10, 4, 6, 1, 7, 8, 11, 4], [1081, 287, 1047, 1237, 519, 184, 64, 42, 55], [0, 0, 0, 0, 0, 0]]
+)
 def test_programs_on_which_highs_stumbles_are_proved_too(load: list[int]) -> None:
     _, value, bound = balanced_clusters(np.array(load, dtype=float), 3, 0.0, 32, 20.0)
     assert bound == pytest.approx(value)
