@@ -34,7 +34,10 @@ class RunBuilder:
 
     def build(self, cfg: dict[str, Any]) -> Run:
         """The Run of one config; UserError for anything in it that cannot work."""
-        prefill = int(cfg["serving"]["prefill_ranks"]) if cfg["workload"]["kind"] == "serve" else 0
+        prefill = int(cfg["serving"]["prefill_ranks"])
+        for key in ("prefill_ranks", "two_batch_overlap") if cfg["workload"]["kind"] != "serve" else ():
+            if cfg["serving"][key]:
+                raise UserError(f"serving.{key}={cfg['serving'][key]} needs requests: set workload=serve or workload=log")
         return self._disaggregated(cfg, prefill) if prefill else self._build(cfg)
 
     def _disaggregated(self, cfg: dict[str, Any], prefill: int) -> Run:

@@ -126,3 +126,9 @@ def test_impossible_pools_are_refused(builder, overrides, message):
     cluster_of = () if any(word.startswith("cluster") for word in overrides) else ("cluster=h100x8",)
     with pytest.raises(UserError, match=message):
         build(builder, *SERVED, *cluster_of, *overrides)
+
+
+@pytest.mark.parametrize("key", ["prefill_ranks=2", "two_batch_overlap=true"])
+def test_what_only_requests_know_is_refused_for_batches(builder, key):
+    with pytest.raises(UserError, match=f"serving.{key.split('=')[0]}=.* needs requests"):
+        build(builder, "workload=batches", "cluster=h100x8", f"serving.{key}")
