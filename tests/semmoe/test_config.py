@@ -44,7 +44,7 @@ def test_sweep_blocks_of_an_experiment_are_products_and_the_command_line_wins():
         (["seeed=1"], r"unknown config key 'seeed' \(did you mean 'seed'"),
         (["serving.max_runing=3"], r"did you mean 'serving\.max_running'"),
         (["placement=contigous"], r"placement=contigous: no such option \(did you mean 'contiguous'"),
-        (["placement=contiguous,strided"], "give one .simulate and measure sweep over several with -m"),
+        (["placement=contiguous,strided"], "names several values: one is right .simulate and measure: -m sweeps"),
         (["a b"], "not understood"),
         (["trace=file"], r"trace\.path has no value"),
         (["sweep=3"], "sweep must be a list"),
