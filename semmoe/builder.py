@@ -37,7 +37,9 @@ class RunBuilder:
         prefill = int(cfg["serving"]["prefill_ranks"])
         for key in ("prefill_ranks", "two_batch_overlap") if cfg["workload"]["kind"] != "serve" else ():
             if cfg["serving"][key]:
-                raise UserError(f"serving.{key}={cfg['serving'][key]} needs requests: set workload=serve or workload=log")
+                raise UserError(
+                    f"serving.{key}={cfg['serving'][key]} needs requests: set workload=serve or workload=log"
+                )
         return self._disaggregated(cfg, prefill) if prefill else self._build(cfg)
 
     def _disaggregated(self, cfg: dict[str, Any], prefill: int) -> Run:

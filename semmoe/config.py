@@ -112,7 +112,9 @@ def _expand(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
         if not override.is_sweep_override():
             axes.append([override.input_line or ""])
         elif not multirun:
-            raise UserError(f"'{override.input_line}' names several values: one is right (simulate and measure: -m sweeps)")
+            raise UserError(
+                f"'{override.input_line}' names several values: one is right (simulate and measure: -m sweeps)"
+            )
         else:
             key = override.get_key_element()
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
