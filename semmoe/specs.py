@@ -155,8 +155,8 @@ class ClusterSpec:
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py), `skew`
     measured weights of the busiest port and hottest pair of an exchange (names and law: harness/skew.py),
     `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
-    measured tables of attention kernels (simulator/cost/attention.py names their keys), `provenance`
-    the source per field.
+    measured tables of attention kernels (simulator/cost/attention.py names their keys), `gemm` the law of dense products
+    fitted to measured ones (keys: simulator/cost/dense.py; {}: roofline), `provenance` the source per field.
     """
 
     name: str
@@ -190,6 +190,7 @@ class ClusterSpec:
     expert_grid_shape: tuple[int, ...] = ()
     deepep: dict[str, Any] = field(default_factory=dict)
     attention: tuple[dict[str, Any], ...] = ()
+    gemm: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

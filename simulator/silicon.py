@@ -4,8 +4,9 @@
 
 `cost.silicon` names a system of the package (A100 to GB300) or a folder of the same layout. What it holds for the model's
 shape replaces the cluster's own figures: NCCL curves, the expert law (fitted to the balanced fused-MoE rows of one rank
-that holds all experts), attention kernels, DeepEP low-latency tables. Links between nodes, datasheet peaks and host terms
-stay the cluster's. Of several engines the first of ENGINES that has rows counts, in its newest version.
+that holds all experts), the law of dense products (fitted to GEMM rows), attention kernels, DeepEP low-latency tables.
+Links between nodes, datasheet peaks and host terms stay the cluster's. Of several engines the first of ENGINES that has
+rows counts, in its newest version.
 
 The layout is DATA/OPERATOR/ENGINE/VERSION/*.parquet. NCCL's message_size counts elements of its dtype, latencies are
 milliseconds (DeepEP: microseconds). Prefill rows with earlier KV (step > 0) and sliding windows are left out.
@@ -22,17 +23,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from semmoe.errors import UserError, nearest
-from semmoe.specs import ClusterSpec, Curve, ModelSpec
+from semmoe.specs import DTYPE_BYTES, ClusterSpec, Curve, ModelSpec
 
+from .cost.dense import fit_gemm
 from .cost.experts import fit_expert_law
 
 PACKAGE = "aiconfigurator_core"
 ENGINES = ("vllm", "sglang", "trtllm")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
 MOE_DTYPES = {"bf16": ("bfloat16",), "fp16": ("bfloat16",), "fp8": ("fp8_block", "fp8"), "mxfp4": ("w4a16_mxfp4",)}
+GEMM_DTYPES = {"bf16": ("bfloat16",), "fp16": ("bfloat16",), "fp8": ("fp8_block", "fp8")}
+GEMM_SMALLEST = 512  # rows and columns of a matrix from which on it is fitted; smaller ones are all launch
+FITTED = ("experts", "gemm")
 ONE_NODE_RANKS = {"gb200": 4, "gb300": 4}  # ranks of a node in the DeepEP tables, 8 elsewhere
 
 
@@ -43,6 +49,7 @@ def silicon_cluster(cluster: ClusterSpec, model: ModelSpec, system: str, allow_m
     found: dict[str, Any] = {
         "curves": collective_curves(folder),
         "experts": expert_terms(folder, cluster, model),
+        "gemm": gemm_terms(folder, cluster, model),
         "attention": attention_tables(folder, model),
         "deepep": deepep_tables(folder, model),
     }
@@ -54,10 +61,10 @@ def silicon_cluster(cluster: ClusterSpec, model: ModelSpec, system: str, allow_m
             f"{shapes_held(folder, model)}; cost.allow_roofline=true keeps the cluster's own figures"
         )
     said = f"{_words()}, {folder.name}"
-    changes: dict[str, Any] = {name: found[name] for name in ("curves", "attention", "deepep") if found[name]}
+    changes: dict[str, Any] = {name: found[name] for name in ("curves", "gemm", "attention", "deepep") if found[name]}
     if found["experts"]:
         changes |= found["experts"] | {"expert_grid": (), "expert_grid_shape": ()}
-    told = {name: f"{'fitted' if name == 'experts' else 'measured'} {said}" for name, value in found.items() if value}
+    told = {name: f"{'fitted' if name in FITTED else 'measured'} {said}" for name, value in found.items() if value}
     return replace(cluster, provenance=cluster.provenance | told, **changes)
 
 
@@ -114,6 +121,18 @@ def expert_terms(folder: Path, cluster: ClusterSpec, model: ModelSpec) -> dict[s
     law = fit_expert_law(points, model.hidden, model.expert_ffn, cluster.memory_gbps, tflops, model.expert_bytes)
     terms = {"memory_efficiency": law.memory_efficiency, "max_mfu": law.max_mfu, "mfu_half_rows": law.half_rows}
     return {name: float(value) for name, value in (terms | {"expert_floor_us": law.floor_us}).items()}
+
+
+def gemm_terms(folder: Path, cluster: ClusterSpec, model: ModelSpec) -> dict[str, float]:
+    """`ClusterSpec.gemm`, fitted to the best kernel of every measured shape; {}: not measured."""
+    for dtype in GEMM_DTYPES.get(model.weight_dtype, ()):
+        table = _of_engines(folder / "gemm", "gemm_perf.parquet", {"gemm_dtype": (dtype,)})
+        if table is not None:
+            table = table[(table.n >= GEMM_SMALLEST) & (table.k >= GEMM_SMALLEST)]
+            best = table.groupby(["m", "n", "k"], as_index=False).latency.min()
+            points = np.column_stack([best.m, best.n * best.k, 1e3 * best.latency])
+            return fit_gemm(points, cluster.memory_gbps, cluster.bf16_tflops, DTYPE_BYTES[model.weight_dtype])
+    return {}
 
 
 def attention_tables(folder: Path, model: ModelSpec) -> tuple[dict[str, Any], ...]:

@@ -25,11 +25,12 @@ from semmoe.serving import DECODE, StepPlan
 from semmoe.specs import ClusterSpec, ModelSpec
 
 from .attention_table import AttentionTable
-from .dense import GemmRoofline
+from .dense import GemmLaw
 
 Float = NDArray[np.float64]
 PREFILL_MFU = 0.5  # of peak, flash attention at long sequences
 KV_BYTES = 2.0  # bf16 cache
+PROJECTIONS = {"gqa": 2, "mla": 5}  # kernels: qkv and out; q down and up, kv down and up, out
 TABLE_KEYS = ("kind", "phase", "heads", "kv_heads", "head_dim", "batch", "length", "us")
 
 
@@ -76,7 +77,7 @@ class AttentionCost:
     """Microseconds of one attention block; heads and weights are split over `attention_tp` ranks."""
 
     def __init__(self, cluster: ClusterSpec, model: ModelSpec, attention_tp: int) -> None:
-        self.model, self.gemm = model, GemmRoofline(cluster)
+        self.model, self.gemm = model, GemmLaw(cluster)
         self.tp, self._mixed_decode = attention_tp, cluster.mixed_decode
         self._bytes_per_us = cluster.memory_efficiency * cluster.memory_gbps * 1e3
         self._flops_per_us = PREFILL_MFU * cluster.bf16_tflops * 1e6
@@ -93,13 +94,14 @@ class AttentionCost:
 
         self._prefill_table = measured(cluster, model, attention_tp, "prefill")
         self._decode_table = measured(cluster, model, attention_tp, "decode")
-        self.marks = {"roofline"}  # projections
+        self.marks = {self.gemm.mark}  # projections
         if self._prefill_table or self._decode_table:
             self.marks.add("interpolated")
 
     def time_us(self, load: AttentionLoad) -> Float:
         """Per rank."""
-        projections = self.gemm.time_us(load.tokens_G, self.model.attention_params / self.tp, self.model.weight_dtype)
+        weights, kernels = self.model.attention_params / self.tp, PROJECTIONS[self.model.attention]
+        projections = self.gemm.time_us(load.tokens_G, weights, self.model.weight_dtype, kernels)
         busy = load.tokens_G > 0
         decodes = np.where(load.decode_kv_G > 0, load.sequences_G, 0.0) if load.decodes_G is None else load.decodes_G
         prefill, decode = self._prefill_us(load, load.sequences_G - decodes), self._decode_us(load, decodes)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from semmoe.dispatch import DispatchSpec
 from semmoe.specs import ClusterSpec, ModelSpec
 
-from .dense import GemmRoofline
+from .dense import GemmLaw
 
 Float = NDArray[np.float64]
 LAUNCH_US = 5.0  # one small kernel with its gap, where nothing was measured (aiconfigurator uses 3)
@@ -51,7 +51,7 @@ class HostCost:
 
     def __init__(self, cluster: ClusterSpec, model: ModelSpec, spec: DispatchSpec) -> None:
         self.cluster, self.model, self.spec = cluster, model, spec
-        self.gemm = GemmRoofline(cluster)
+        self.gemm = GemmLaw(cluster)
         self.marks: set[str] = set()
         copied_bytes = 2 * spec.row_bytes  # a row is read and written
         copy_ns = copied_bytes / (cluster.memory_efficiency * cluster.memory_gbps)

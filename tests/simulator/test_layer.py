@@ -11,7 +11,7 @@ from simulator_kit import cluster, presets, spec, timer_for, toy_model, traffic_
 from semmoe.dispatch import valid_pairs
 from semmoe.serving import DECODE, PREFILL, StepPlan
 from simulator.cost.attention import AttentionCost, AttentionLoad
-from simulator.cost.dense import DENSE_MFU, GemmRoofline
+from simulator.cost.dense import DENSE_MFU, GemmLaw
 from simulator.cost.model import CostModel, handled_rows_LG
 from simulator.layer import PHASES, time_layers
 
@@ -122,7 +122,7 @@ def test_latent_attention_caches_one_row_for_all_heads():
 
 
 def test_dense_products_are_bound_by_weights_or_by_flops():
-    gemm = GemmRoofline(cluster())
+    gemm = GemmLaw(cluster())
     weights = 1e6
     assert gemm.time_us(1, weights) == pytest.approx(weights * 2 / (0.85 * 1000e3))
     assert gemm.time_us(10000, weights) == pytest.approx(10000 * 2 * weights / (DENSE_MFU * 100e6))

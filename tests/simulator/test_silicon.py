@@ -13,6 +13,7 @@ from semmoe.errors import UserError
 from simulator import silicon
 from simulator.cost.attention import AttentionCost, AttentionLoad
 from simulator.cost.curves import CurveSet
+from simulator.cost.dense import GemmLaw
 from simulator.cost.experts import ExpertTimes
 from simulator.silicon import silicon_cluster
 
@@ -40,6 +41,10 @@ def tiny(tmp_path):
     heads = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attn_dtype": "bfloat16", "window_size": 0}
     heads |= {"kv_cache_dtype": "bfloat16", "batch_size": 1, "isl": [16, 64, 256]}
     write("attention/vllm/0.24.0/context_attention_perf.parquet", **heads, step=[0, 0, 32], latency=[0.02, 0.05, 9.0])
+    gemm = [(m, n, k) for m in TOKENS for n in (64, 512, 1024) for k in (512, 2048)]
+    m, n, k = (list(column) for column in zip(*gemm, strict=True))
+    gemm_ms = [1.0 if b < 512 else (5 + max(b * c * 2 / 8e5, 2 * a * b * c / 7e7)) / 1e3 for a, b, c in gemm]
+    write("gemm/vllm/0.24.0/gemm_perf.parquet", gemm_dtype="bfloat16", m=m, n=n, k=k, latency=gemm_ms)
     deepep = {"node_num": 1, "hidden_size": 500, "num_topk": 2, "num_experts": 8, "num_token": [1, 128]}
     write(
         "comm/sglang/0.5.12/wideep_deepep_ll_perf.parquet",
@@ -59,13 +64,18 @@ def test_tables_of_the_models_shape_replace_the_clusters_figures(tiny):
     rows = 2 * np.array(TOKENS[2:])
     assert experts.time_us(rows, np.full(len(rows), 8)) == pytest.approx(20 + 1e-2 * np.array(TOKENS[2:]), rel=0.2)
     assert experts.provenance == "fitted"
+    dense = GemmLaw(made)
+    assert dense.time_us([1, 1e6], 2.0**20, products=2) == pytest.approx(
+        [10 + 2**21 / 8e5, 10 + 1e6 * 2**21 / 7e7], rel=0.02
+    )
     attention = AttentionCost(made, toy_model(), 1)
+    assert attention.marks == {"fitted", "interpolated"}
     zero, prompt = np.zeros(1), np.array([64 * 65 / 2])
     inside = attention.time_us(AttentionLoad(np.array([64.0]), np.ones(1), prompt, zero))
     projections = attention.time_us(AttentionLoad(np.array([64.0]), np.ones(1), zero, zero)) - 12.0  # the floor
     assert inside - projections == pytest.approx(50.0, rel=0.01), "the row with earlier KV does not count"
     assert made.deepep["low_latency"]["combine_us"] == [10.0, 30.0] and made.deepep["low_latency"]["ranks"] == 8
-    assert {"curves", "experts", "attention", "deepep"} <= set(made.provenance)
+    assert {"curves", "experts", "gemm", "attention", "deepep"} <= set(made.provenance)
 
 
 @needs_pyarrow
