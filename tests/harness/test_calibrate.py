@@ -210,9 +210,9 @@ def test_start_is_what_two_calls_after_a_barrier_take_beyond_two_of_many():
 def test_a_busy_machine_is_told_what_to_do():
     assert busy_warning(0.2, 2, 0.1) is None
     assert "load average 3.0 on 2 cores" in busy_warning(3.0, 2, 0.1)
-    loud = Samples(collectives={(Case("srs", 4), 4): [100.0, 300.0, 100.0, 300.0]})
+    loud = Samples(raw={("gate", 4): [[100.0, 300.0, 100.0, 300.0]]})
     assert "End other work" in busy_warning(0.0, 2, spread(loud))
-    steady_ones = Samples(collectives={(Case("srs", 4), 4): [100.0, 101.0, 100.0]})
+    steady_ones = Samples(raw={("gate", 4): [[100.0, 101.0, 100.0]]})
     assert busy_warning(0.0, 2, spread(steady_ones)) is None
 
 
