@@ -37,19 +37,17 @@ def test_same_seed_same_routes_and_another_seed_other_requests_of_the_same_model
     assert len(set(np.unique(a.token_id_T)) & set(np.unique(c.token_id_T))) > 2
 
 
+# figures that Algorithm 1 does not reach on any routes of the generator (sources/fit_affinity.py); all others within .025
+MISSED = {"deepseek-v2-lite": {}, "qwen3-30b-a3b": {"lar_tp": 0.065, "lar_dp": 0.065, "lar_dp_other_domain": 0.05}}
+
+
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-30b-a3b"])
 def test_shipped_profiles_are_small_name_their_sources_and_say_how_near_their_targets_they_came(name: str) -> None:
     assert name in shipped() and (PROFILES / f"{name}.json").stat().st_size < 1_000_000
     said = AffinityProfile.load(name).provenance
     assert "2503.04398" in said["target_sources"] and "fit_affinity" in said["made_by"]
-    least = {
-        "recall": 0.02,
-        "lar_tp": 0.065,
-        "lar_dp": 0.065,
-        "lar_dp_other_domain": 0.05,
-    }  # see sources/fit_affinity.py
     for figure, target in said["targets"].items():
-        assert said["reached"][figure] == pytest.approx(target, abs=least[figure]), figure
+        assert said["reached"][figure] == pytest.approx(target, abs=MISSED[name].get(figure, 0.025)), figure
 
 
 def test_the_numbers_do_what_they_say(thin: AffinityProfile) -> None:

@@ -62,6 +62,7 @@ def test_one_request_at_a_time_waits_as_in_an_m_d_1_queue(load):
     simulate_serving(loop, ConstantTimer(1.0))  # type: ignore[arg-type]
     mean_ms, error_ms = mean_wait(loop.finish_ms_R - arrivals - 1.0)
     assert abs(mean_ms - pollaczek_khinchine(load, 1.0)) < 3.5 * error_ms
+    assert mean_ms == pytest.approx(pollaczek_khinchine(load, 1.0), rel=0.08)
 
 
 class Watched(ServingLoop):
