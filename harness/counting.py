@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.traffic import Collective, Traffic
+from semmoe.collective import Collective
+from semmoe.traffic import Traffic
 
 Int = NDArray[np.int64]
 

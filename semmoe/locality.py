@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .traffic import Collective, Traffic
+from .collective import Collective
+from .traffic import Traffic
 from .wiring import Wiring
 
 

@@ -13,11 +13,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from .collective import Collective
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
 from .replica_router import inverses, route_tile
-from .traffic import Collective, Int, Traffic
-from .wiring import Wiring
+from .traffic import Traffic
+from .wiring import Int, Wiring
 
 TILE = 256  # tokens
 

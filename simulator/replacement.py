@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.collective import Collective
 from semmoe.migration import aligned, moved_experts_LGG
 from semmoe.recipe import Fitted, Recipe
 from semmoe.run import Run
 from semmoe.stepplan import StepPlan, TokenRows
 from semmoe.trace import RoutingTrace
-from semmoe.traffic import Collective, Traffic
+from semmoe.traffic import Traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel

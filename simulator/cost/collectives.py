@@ -21,10 +21,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.collective import Collective
 from semmoe.dispatch import METADATA_BYTES, DispatchSpec
 from semmoe.errors import UserError
 from semmoe.specs import ClusterSpec
-from semmoe.traffic import Collective, Traffic
+from semmoe.traffic import Traffic
 
 from ..topology import Topology
 from .curves import Blend, CurveSet

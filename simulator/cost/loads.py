@@ -11,8 +11,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.collective import Collective
 from semmoe.ports import Ports
-from semmoe.traffic import Collective
 from semmoe.wiring import Wiring
 
 Float = NDArray[np.float64]

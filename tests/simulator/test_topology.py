@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from simulator_kit import cluster, spec
 
+from semmoe.collective import Collective
 from semmoe.errors import UserError
 from semmoe.ports import straight_ports
 from semmoe.route_counts import node_copies
 from semmoe.specs import ClusterSpec
-from semmoe.traffic import Collective
 from semmoe.wiring import Wiring
 from simulator.cost.flow_level import FlowCost
 from simulator.cost.loads import Loads, loads_of, loads_of_ports
