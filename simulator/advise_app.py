@@ -8,6 +8,7 @@ nearest one; the traffic is workload.rate_rps, workload.max_prompt and max_outpu
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 import time
@@ -24,6 +25,7 @@ from semmoe.errors import UserError
 from semmoe.report.page import Verdict, page, prose, table
 from semmoe.results import write_atomically
 from semmoe.run import Run
+from semmoe.specs import ClusterSpec
 
 from .advise import (
     LADDER,
@@ -71,6 +73,7 @@ NOTES = (
     "Break-even LAR: where co-scheduling would be as fast as the better baseline; empty: no LAR up to 1 would do.",
     "The interval joins the cost model's held-out error with a bootstrap over requests.",
 )
+KNOWN_BY = re.compile(r"\b(measured|fitted|alpha-beta fit|assumed|roofline|uncalibrated)\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +105,6 @@ def advise(overrides: Sequence[str]) -> Advice:
         cells += here
     best = max(cells, key=lambda cell: cell.gain_pct)
     kind, headline = _headline(best)
-    said = ", ".join(sorted({str(text).split()[0].rstrip(":") for text in ours.cluster.provenance.values()}))
     schedule = "semantic request scheduling" if best.flow == "dp" else "fusion predictor, semantic token scheduling"
     points = [
         ("Traffic", _traffic(config, bare, step_tokens, without)),
@@ -111,11 +113,18 @@ def advise(overrides: Sequence[str]) -> Advice:
         ("What it costs", _cost(desk, best)),
         ("Break-even", _break_even(cells, break_even_batch(desk, "dp", "a2a_dedup", known))),
         ("Risk under drift", _drift(desk, best)),
-        ("Where it comes from", f"times: {ours.cluster.name} ({said}); routes: {bare.heldout.path}"),
+        ("Where it comes from", f"times: {_sources(ours.cluster)}; routes: {bare.heldout.path}"),
     ]
     frame = pd.DataFrame([asdict(cell) for cell in cells])[list(COLUMNS)].rename(columns=COLUMNS)
     title = f"{bare.model.name} on {bare.cluster.name}, EP{bare.ep_size}"
     return Advice(title, kind, headline, points, frame, pd.DataFrame(pulled, columns=["lever", "gain %", "note"]))
+
+
+def _sources(cluster: ClusterSpec) -> str:
+    """How each part of the times is known: "h100x8 (link measured, experts fitted, host_us assumed)"."""
+    found = {part: KNOWN_BY.search(str(text)) for part, text in cluster.provenance.items()}
+    said = ", ".join(f"{part} {match.group()}" for part, match in found.items() if match)
+    return f"{cluster.name} ({said or 'datasheet figures'})"
 
 
 def _config(overrides: Sequence[str]) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def test_step_sizes_are_of_a_decode_and_of_a_large_step() -> None:
 def test_the_whole_advice_as_text_and_page(tmp_path: Path) -> None:
     found = advise([*SMALL, "cluster=h100x8", "workload.num_requests=12", "workload.rate_rps=40"])
     text = " ".join(render(found).split())
-    for word in ("better baseline", "What it costs", "Break-even", "Risk under drift", "Levers", "drawn from profile"):
+    words = "better baseline|What it costs|Break-even|Risk under drift|Levers|drawn from profile|experts fitted"
+    for word in words.split("|"):
         assert word in text
     assert len(found.cells) == 11 and found.kind in ("gain", "open", "even")
     write_html(found, tmp_path / "advice.html", "semmoe advise")
