@@ -38,6 +38,7 @@ from .dispatchers import Work, local_work, make_dispatcher
 from .reference.experts import run_experts
 from .reference.gate import Gating
 from .rehoming import combine_elsewhere, serving
+from .slot_gate import Routes, SlotGate
 from .timing import PhaseTimer
 from .transport.base import Transport
 from .transport.codec import torch_dtype
@@ -46,20 +47,6 @@ from .weights import RankWeights, WeightSource, rank_weights
 
 if TYPE_CHECKING:
     from .layer_kernels import LayerKernels
-
-
-@dataclass(frozen=True, eq=False)
-class Routes:
-    """Routes of the tokens in `forward`: slots_Tk (int64) as the planner made them.
-
-    forced: the layer uses them, whatever its gate says (checks of losslessness, replayed traces). Not forced: the gate
-    decides, and `route_flips` counts how often it differs. weights_Tk: gate weights; None: those that this layer's
-    gate gives to the forced experts.
-    """
-
-    slots_Tk: Tensor
-    weights_Tk: Tensor | None = None
-    forced: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +62,7 @@ class LayerOutput:
 class MoELayer:
     """Layer `layer` (0-based over MoE layers) of a model whose experts stand as `placement` says.
 
-    With P = E and ungrouped gating the gate's rows are put into slot order once, so that the gate's own top-k comes out
-    as slots (any engine can do that); otherwise ids go through maps, and replicas through `router`.
+    router: which copy of an expert serves a token, where the gate decides and experts have replicas.
     max_tokens: the most tokens of one rank in a step; only low_latency needs it.
     """
 
@@ -101,17 +87,11 @@ class MoELayer:
                 f"weights of hidden={weights.gate_EH.shape[1]} with a dispatch spec of hidden={spec.hidden}"
             )
         self.transport, self.spec, self.placement, self.layer = transport, spec, placement, layer
-        self.gating, self.router, self.weights = gating, router, weights
+        self.weights = weights
         self.timer = timer or PhaseTimer()
         self.dtype = torch_dtype(spec.activation_dtype)
         self.slots_per_rank = placement.slots_per_rank
-        device = weights.gate_EH.device
-        self._expert_of_slot_P = torch.from_numpy(placement.physical_to_logical_LP[layer].astype(np.int64)).to(device)
-        self._first_slot_E = torch.from_numpy(placement.first_slot_LE[layer].astype(np.int64)).to(device)
-        self.permuted_gate = not placement.has_replicas and gating.n_group == 1
-        self._gate = weights.gate_EH[self._expert_of_slot_P] if self.permuted_gate else weights.gate_EH
-        bias = weights.gate_bias_E
-        self._gate_bias = bias[self._expert_of_slot_P] if bias is not None and self.permuted_gate else bias
+        self.gate = SlotGate(gating, placement, layer, weights.gate_EH, weights.gate_bias_E, router)
         dispatched = spec.flow != "tp_replicated"
         self._dispatcher = make_dispatcher(spec, transport, self.slots_per_rank, max_tokens) if dispatched else None
         self.kernels = _kernels(spec, transport, self.slots_per_rank)
@@ -158,7 +138,7 @@ class MoELayer:
         rows_nH = transport.srs(x_TH, plan, residual_TH, op=before)
         transport.counter.now.homes = len(rows_nH)
         timer.lap("srs")
-        own = None if routes is None else _rows_of(routes, mine_n)
+        own = None if routes is None else routes.of(mine_n)
         timer.lap("permute")
         if returns_T is not None:
             return self._rehomed(rows_nH, own, plan, ShufflePlan.from_homes(returns_T, transport.ranks, x_TH.device))
@@ -191,7 +171,7 @@ class MoELayer:
                 "the exchange kernels send outputs back home only; re-home over transport=collective or shared"
             )
         assert self._dispatcher is not None
-        slots_nk, weights_nk, flips = self._route(rows_nH, own, home=transport.rank)
+        slots_nk, weights_nk, flips = self.gate.route(rows_nH, own, home=transport.rank)
         timer.lap("gate")
         carried_Tk = transport.sag(slots_nk.to(torch.int16), plan, op="expert_ids").long()
         timer.lap("sag")
@@ -208,7 +188,7 @@ class MoELayer:
         rows_TH = self.transport.all_reduce(x_TH)
         rows_TH = rows_TH if residual_TH is None else rows_TH + residual_TH
         timer.lap("srs")
-        slots_Tk, weights_Tk, flips = self._route(rows_TH, routes, home=-1)
+        slots_Tk, weights_Tk, flips = self.gate.route(rows_TH, routes, home=-1)
         timer.lap("gate")
         work, _ = local_work(rows_TH, slots_Tk, weights_Tk, self.slots_per_rank, self.transport.rank)
         timer.lap("permute")
@@ -222,43 +202,13 @@ class MoELayer:
     ) -> tuple[Tensor, int | None, Tensor]:
         """Gate, dispatch, experts, combine of the tokens at home here."""
         assert self._dispatcher is not None
-        slots_nk, weights_nk, flips = self._route(x_nH, routes, home=self.transport.rank)
+        slots_nk, weights_nk, flips = self.gate.route(x_nH, routes, home=self.transport.rank)
         self.timer.lap("gate")
         if self.kernels is not None and self.kernels.exchange is not None:
             y_nH = self.kernels.exchange.forward(x_nH, slots_nk, weights_nk, self.weights, self.timer)
             return y_nH, flips, slots_nk
         work = self._dispatcher.dispatch(x_nH, slots_nk, weights_nk, counts_G, self.timer)
         return self._dispatcher.combine(self._run_experts(work), self.timer), flips, slots_nk
-
-    def _route(self, x_nH: Tensor, routes: Routes | None, home: int) -> tuple[Tensor, Tensor, int | None]:
-        """(slots, fp32 weights, flips). The gate always runs: its time belongs to the layer."""
-        score = self.gating.scores(torch.nn.functional.linear(x_nH, self._gate, self._gate_bias))
-        chosen_nk = self.gating.choose(score)
-        flips = None if routes is None else self._flips(chosen_nk, routes.slots_Tk)
-        if routes is not None and routes.forced:
-            index_nk = routes.slots_Tk if self.permuted_gate else self._expert_of_slot_P[routes.slots_Tk]
-            weights = self.gating.weights(score, index_nk) if routes.weights_Tk is None else routes.weights_Tk
-            return routes.slots_Tk, weights, flips
-        return self._slots(chosen_nk, home), self.gating.weights(score, chosen_nk), flips
-
-    def _slots(self, chosen_nk: Tensor, home: int) -> Tensor:
-        if self.permuted_gate:
-            return chosen_nk
-        if not self.placement.has_replicas:
-            return self._first_slot_E[chosen_nk]
-        if self.router is None:
-            raise UserError(
-                f"{self.placement.num_slots} slots for {self.placement.num_experts} experts need a replica router"
-            )
-        homes = np.full(len(chosen_nk), home, dtype=np.int64)
-        slots_nk = self.router.slots(chosen_nk.cpu().numpy(), homes, self.placement, self.layer)
-        return torch.from_numpy(np.asarray(slots_nk, dtype=np.int64)).to(chosen_nk.device)
-
-    def _flips(self, chosen_nk: Tensor, slots_nk: Tensor) -> int:
-        """Choices of the routes that are not among the gate's own (order does not matter)."""
-        asked_nk = self._expert_of_slot_P[slots_nk]
-        chosen_nk = self._expert_of_slot_P[chosen_nk] if self.permuted_gate else chosen_nk
-        return int((asked_nk[:, :, None] != chosen_nk[:, None, :]).all(dim=2).sum())
 
     def _run_experts(self, work: Work) -> Tensor:
         """fp32 [num_rows, H]: the weighted sum of the experts' outputs for each row."""
@@ -312,11 +262,6 @@ def build_layers(
         )
         for layer in (range(placement.num_layers) if layers is None else layers)
     ]
-
-
-def _rows_of(routes: Routes, token_n: Tensor) -> Routes:
-    weights = None if routes.weights_Tk is None else routes.weights_Tk.index_select(0, token_n)
-    return Routes(routes.slots_Tk.index_select(0, token_n), weights, routes.forced)
 
 
 def _kernels(spec: DispatchSpec, transport: Transport, slots_per_rank: int) -> LayerKernels | None:

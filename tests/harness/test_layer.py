@@ -93,7 +93,7 @@ def free_gate(transport, case: Case, gating: Gating, routes_forced: bool | None)
     routes = None
     if routes_forced is not None:
         routes = Routes(torch.from_numpy(data.slots_TLk[:, 0]), None, routes_forced)
-    return layer.forward(data.parts_GTH[transport.rank], routes), layer.permuted_gate
+    return layer.forward(data.parts_GTH[transport.rank], routes), layer.gate.permuted
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
