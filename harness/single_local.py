@@ -62,7 +62,7 @@ def gate_operations(layer: MoELayer, tokens: Sequence[int]) -> Operations:
     operations: Operations = {}
     for n in tokens:
         x, routes, _ = _synthetic(layer, n)
-        operations["gate", n] = clocked(partial(layer._route, x, routes, home=layer.transport.rank))
+        operations["gate", n] = clocked(partial(layer.gate.route, x, routes, home=layer.transport.rank))
     return operations
 
 
