@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from .over_ranks import total
 from .ports import Ports, relayed_ports, straight_ports
 from .route_counts import pair_sums
 from .wiring import Int, Wiring
@@ -33,10 +34,10 @@ class PairSums:
         """Of the same exchange the other way."""
         return PairSums(self.received_LG, self.sent_LG, self.local_LG, self.largest_L)
 
-    @property
+    @cached_property
     def remote_L(self) -> Int:
         """Rows that leave their rank."""
-        return np.asarray(self.sent_LG.sum(axis=1))
+        return total(self.sent_LG)
 
 
 @dataclass(frozen=True, eq=False)

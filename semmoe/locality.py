@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .collective import Collective
+from .over_ranks import most, total
 from .traffic import Traffic
 from .wiring import Wiring
 
@@ -37,27 +38,27 @@ class LocalityMeter:
     def add(self, traffic: Traffic, steps: int = 1) -> None:
         """Count a step, or several of as many tokens, whose layers follow each other in the traffic."""
 
-        def total(values: NDArray[Any]) -> NDArray[Any]:
+        def over_steps(values: NDArray[Any]) -> NDArray[Any]:
             return values if steps == 1 else values.reshape(steps, -1, *values.shape[1:]).sum(axis=0)
 
         # sums are not in place: expected traffic has fractions
         if self.wiring.wide:
-            self._assignments_L = self._assignments_L + total(traffic.assignments_L())
-            self._local_L = self._local_L + total(traffic.local_assignments_L())
-            self._remote_pairs_L = self._remote_pairs_L + total(traffic.remote_rank_pairs_L())
+            self._assignments_L = self._assignments_L + over_steps(traffic.assignments_L())
+            self._local_L = self._local_L + over_steps(traffic.local_assignments_L())
+            self._remote_pairs_L = self._remote_pairs_L + over_steps(traffic.remote_rank_pairs_L())
         else:
-            self.assignment_pairs_LGG = self.assignment_pairs_LGG + total(traffic.assignment_pairs_LGG)
-            self.rank_pairs_LGG = self.rank_pairs_LGG + total(traffic.rank_pairs_LGG)
-        self.homes_LG = self.homes_LG + total(traffic.homes_LG)
-        self.rows_LG = self.rows_LG + total(traffic.expert_rows_LG)
+            self.assignment_pairs_LGG = self.assignment_pairs_LGG + over_steps(traffic.assignment_pairs_LGG)
+            self.rank_pairs_LGG = self.rank_pairs_LGG + over_steps(traffic.rank_pairs_LGG)
+        self.homes_LG = self.homes_LG + over_steps(traffic.homes_LG)
+        self.rows_LG = self.rows_LG + over_steps(traffic.expert_rows_LG)
         self.tokens += traffic.tokens * steps
         self.steps += steps
-        mean_L = traffic.expert_rows_LG.mean(axis=1)
+        mean_L = total(traffic.expert_rows_LG) / traffic.ep_size
         busy = mean_L > 0
-        most_L = traffic.expert_rows_LG.max(axis=1)
-        self._imbalance_sum_L += total(np.divide(most_L, mean_L, out=np.zeros(len(mean_L)), where=busy))
-        self._active_sum += float(traffic.active_experts_LG.max(axis=1)[busy].sum())
-        self._counted_L += total(busy)
+        most_L = most(traffic.expert_rows_LG)
+        self._imbalance_sum_L += over_steps(np.divide(most_L, mean_L, out=np.zeros(len(mean_L)), where=busy))
+        self._active_sum += float(most(traffic.active_experts_LG)[busy].sum())
+        self._counted_L += over_steps(busy)
         self.metadata_bytes += traffic.metadata_bytes
         for c in traffic.collectives:
             node, nic, spine = self._tier_bytes(c)

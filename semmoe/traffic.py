@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .collective import Collective, PairSums
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .errors import UserError
+from .over_ranks import total
 from .placement.base import Placement
 from .route_counts import count_pairs, count_rows, node_copies, rank_of_slots
 from .wiring import Int, Wiring
@@ -77,7 +78,7 @@ class Traffic:
         return self.assignment_sums.remote_L
 
     def local_assignments_L(self) -> Int:
-        return np.asarray(self.assignment_sums.local_LG.sum(axis=1))
+        return total(self.assignment_sums.local_LG)
 
     def remote_rank_pairs_L(self) -> Int:
         return self.rank_sums.remote_L

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
+from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec, ModelSpec
 
 from .dense import GemmLaw
@@ -102,5 +103,5 @@ def slowest(time_LG: Float, cores: int) -> Float:
     Rank r runs on core r modulo cores (harness/worker.py). Worked example, 3 ranks of 5, 2 and 4 on 2 cores: 5 + 4 = 9."""
     ranks = time_LG.shape[-1]
     if not 0 < cores < ranks:
-        return np.asarray(time_LG.max(axis=-1))
+        return most(time_LG)
     return np.max([time_LG[..., core::cores].sum(axis=-1) for core in range(cores)], axis=0)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.collective import Collective
+from semmoe.over_ranks import most
 from semmoe.ports import Ports
 from semmoe.wiring import Wiring
 
@@ -40,7 +41,7 @@ def loads_of(c: Collective, wiring: Wiring) -> Loads:
     """Loads of one exchange."""
     if wiring.nodes == 1 and c.rows_LGG is not None:
         sums, none_L = c.pair_sums, np.zeros(len(c.rows_LGG))
-        port_L = np.maximum(sums.sent_LG.max(axis=1), sums.received_LG.max(axis=1))
+        port_L = np.maximum(most(sums.sent_LG), most(sums.received_LG))
         return Loads(port_L, sums.remote_L / wiring.ranks, sums.largest_L.astype(np.float64), none_L, none_L)
     return loads_of_ports(c.ports(wiring), wiring)
 
