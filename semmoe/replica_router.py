@@ -70,34 +70,48 @@ def _at_home(slots_X, home, slots_per_rank):  # type: ignore[no-untyped-def]
 def local_slots(experts_NLk, rows_T, homes_TL, table_LEX, replicas_LE, slots_per_rank):  # type: ignore[no-untyped-def]
     tokens, (layers, k) = len(rows_T), experts_NLk.shape[1:]
     slots = np.empty((tokens, layers, k), dtype=np.int32)
-    inverse_X = inverses(table_LEX.shape[2])
+    inverse_X, bits_LE = inverses(table_LEX.shape[2]), home_bits(table_LEX, replicas_LE, slots_per_rank)
     for begin in range(0, tokens, TILE):  # a tile of tokens in one layer: its table stays in the cache
         end = min(begin + TILE, tokens)
         for layer in range(layers):
-            tables = table_LEX[layer], replicas_LE[layer], inverse_X
+            tables = table_LEX[layer], replicas_LE[layer], bits_LE[layer], inverse_X
             route_tile(experts_NLk, rows_T, homes_TL, layer, begin, *tables, slots_per_rank, slots[begin:end, layer])
     return slots
 
 
 @numba.njit(cache=True)
-def route_tile(experts_NLk, rows_T, homes_TH, layer, begin, table_EX, replicas_E, inverse_X, slots_per_rank, slots_Tk):  # type: ignore[no-untyped-def]
+def route_tile(
+    experts_NLk, rows_T, homes_TH, layer, begin, table_EX, replicas_E, bits_E, inverse_X, slots_per_rank, slots_Tk
+):  # type: ignore[no-untyped-def]
     """Slots of tokens begin .. begin + len(slots_Tk) in one layer, into slots_Tk. A negative home is none."""
     for i in range(len(slots_Tk)):
         t = begin + i
-        first = np.uint32(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0] * slots_per_rank)
+        row, home = rows_T[t], homes_TH[t, layer if homes_TH.shape[1] > 1 else 0]
+        first, place = np.uint32(home * slots_per_rank), np.uint64(home) & np.uint64(63)
         for j in range(slots_Tk.shape[1]):
-            e = np.uint64(experts_NLk[rows_T[t], layer, j])  # unsigned: no test for a negative index
+            e = np.uint64(experts_NLk[row, layer, j])  # unsigned: no test for a negative index
             copies = np.uint64(replicas_E[e])
-            slot = table_EX[e, 0]
-            if copies > np.uint64(1):
-                # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
-                mixed = np.uint64(np.uint32((np.uint64(t * 31) + e) * np.uint64(2654435761))) >> np.uint64(16)
-                slot = table_EX[e, mixed - copies * ((mixed * inverse_X[copies]) >> np.uint64(32))]
+            # Knuth's multiplicative hash; the expert takes part so that its neighbours do not move alike
+            mixed = np.uint64(np.uint32((np.uint64(t * 31) + e) * np.uint64(2654435761))) >> np.uint64(16)
+            slot = table_EX[e, mixed - copies * ((mixed * inverse_X[copies]) >> np.uint64(32))]
+            if (bits_E[e] >> place) & np.uint64(1):
                 for x in range(copies):
                     if np.uint32(table_EX[e, x]) - first < np.uint32(slots_per_rank):
                         slot = table_EX[e, x]
                         break
             slots_Tk[i, j] = slot
+
+
+@numba.njit(cache=True)
+def home_bits(table_LEX, replicas_LE, slots_per_rank):  # type: ignore[no-untyped-def]
+    """bits[l, e]: bit r % 64 where rank r holds one of several replicas. Few tokens have one at home, and a clear bit says
+    so without a look at the replicas, whose number a processor guesses badly."""
+    bits = np.zeros(replicas_LE.shape, dtype=np.uint64)
+    for layer in range(bits.shape[0]):
+        for e in range(bits.shape[1]):
+            for x in range(replicas_LE[layer, e] if replicas_LE[layer, e] > 1 else 0):
+                bits[layer, e] |= np.uint64(1) << np.uint64(table_LEX[layer, e, x] // slots_per_rank % 64)
+    return bits
 
 
 @numba.njit(cache=True)

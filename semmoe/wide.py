@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from .collective import Collective
 from .dispatch import METADATA_BYTES, DispatchSpec
 from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
-from .replica_router import inverses, route_tile
+from .replica_router import home_bits, inverses, route_tile
 from .traffic import Traffic
 from .wiring import Int, Wiring
 
-TILE = 256  # tokens
+TILE = 1024  # tokens
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,30 +123,25 @@ def count_routes(
     near, out, into, up, down = no_rows(layers, ep_size, inner, nic_G, leaves, homes)
     local, pairs = np.zeros(layers, dtype=np.int64), np.zeros(layers, dtype=np.int64)
     exchanged = np.zeros((layers, ep_size), dtype=np.int64)
-    entered = np.zeros(
-        (layers, leaves, ep_size), dtype=np.uint32
-    )  # rows that a rank gets from other nodes, by their leaf
+    # rows that a rank gets from other nodes, by their leaf; rows to the places of its node
+    entered = np.zeros((layers, leaves, ep_size), dtype=np.uint32)
     inside = np.zeros((layers, ep_size, inner), dtype=np.uint32)
-    rank_of = (np.arange(num_slots) // per_rank).astype(np.uint32)
-    node_of = (np.arange(ep_size) // inner).astype(np.uint32)
-    place_of = (np.arange(ep_size) % inner).astype(np.uint32)
-    leaf_of = leaf_N[nic_G]
-    relay_of = np.zeros((node_of[-1] + 1, inner), dtype=np.uint32)
-    for n in range(len(relay_of)):
-        for i in range(inner):
-            relay_of[n, i] = relay(i, n, inner, ep_size)
-    seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(len(relay_of), dtype=np.uint32)
-    inverse_C = inverses(slots_LXC.shape[2])
+    rank_of = (np.arange(num_slots) // per_rank).astype(np.uint16)
+    node_of = (np.arange(ep_size) // inner).astype(np.uint16)
+    leaf_of, ranks_a_node = leaf_N[nic_G], np.uint64(inner)
+    seen, seen_node = np.zeros(ep_size, dtype=np.uint32), np.zeros(node_of[-1] + 1, dtype=np.uint32)
+    inverse_C, bits_LX = inverses(slots_LXC.shape[2]), home_bits(slots_LXC, copies_LX, per_rank)
     stamp, tile = np.uint32(0), np.empty((TILE, k), dtype=np.int32)
     for begin in range(0, tokens, TILE):  # routes of a tile and counters of a layer both stay in the cache
         for layer in range(layers):
-            tables = slots_LXC[layer], copies_LX[layer], inverse_C
+            tables = slots_LXC[layer], copies_LX[layer], bits_LX[layer], inverse_C
             slots_Tk = tile[: min(TILE, tokens - begin)]
             route_tile(routes_NLk, rows_T, homes_TH, layer, begin, *tables, per_rank, slots_Tk)
             for i in range(len(slots_Tk)):
                 t = begin + i
                 home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
-                here, place, leaf = node_of[home], place_of[home], np.uint64(leaf_of[home])
+                here, leaf = np.uint64(node_of[home]), np.uint64(leaf_of[home])
+                place = home - here * ranks_a_node
                 stamp += np.uint32(1)
                 at_home, distinct, rows, crossed = 0, 0, 0, 0
                 for j in range(k):
@@ -162,12 +157,14 @@ def count_routes(
                     rows += 1
                     node, via = np.uint64(node_of[rank]), home
                     if node != here:
-                        via = np.uint64(relay_of[node, place]) if dedup else rank
+                        via = node * ranks_a_node + place if dedup else rank
+                        if via >= ep_size:  # the last node is not full
+                            via = np.uint64(relay(np.int64(place), np.int64(node), inner, ep_size))
                         if not dedup or seen_node[node] != stamp:
                             seen_node[node] = stamp
                             crossed += 1
                             entered[layer, leaf, via] += np.uint32(1)
-                    inside[layer, via, place_of[rank]] += np.uint32(1)
+                    inside[layer, via, rank - node * ranks_a_node] += np.uint32(1)
                 served = min(at_home, 1) if dedup else at_home
                 homes[layer, home] += 1
                 local[layer] += at_home
@@ -182,7 +179,7 @@ def count_routes(
             for source in range(leaves):
                 came = entered[layer, source, g]
                 into[layer, nic_G[g]] += came
-                near[layer, g, place_of[g]] -= 0 if dedup else came  # straight from their rank
+                near[layer, g, g % inner] -= 0 if dedup else came  # straight from their rank
                 if source != leaf_of[g]:
                     up[layer, source] += came
                     down[layer, leaf_of[g]] += came
