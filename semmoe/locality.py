@@ -87,7 +87,7 @@ class LocalityMeter:
 
     def fan_out_per_layer_L(self) -> NDArray[np.float64]:
         remote_L = self.rank_pairs_LGG.sum(axis=(1, 2)) - np.trace(self.rank_pairs_LGG, axis1=1, axis2=2)
-        remote_L += self._remote_pairs_L
+        remote_L = remote_L + self._remote_pairs_L
         tokens_L = self.homes_LG.sum(axis=1)
         return np.divide(remote_L, tokens_L, out=np.full(len(tokens_L), np.nan), where=tokens_L > 0)
 

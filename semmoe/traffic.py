@@ -146,6 +146,8 @@ def count_traffic(
         )
     homes = np.broadcast_to(homes_TL[:, None], (tokens, layers)) if homes_TL.ndim == 1 else homes_TL
     homes = np.ascontiguousarray(homes)
+    if wiring is not None and returns_TL is not None:
+        wiring = wiring.with_pairs()
     if wiring is not None and wiring.wide:
         if returns_TL is not None:
             raise UserError(f"re-homing in the combine is not counted over {ep_size} ranks; use fewer ranks")

@@ -12,7 +12,7 @@ Worked example, 2 nodes of 4 ranks, rail: ranks 1 and 5 hang on leaf 1, so 1 -> 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,20 @@ from numpy.typing import NDArray
 from .specs import ClusterSpec
 
 Int = NDArray[np.int64]
-PAIRS_UP_TO = 128  # ranks; beyond, over several nodes, sums by port stand for pairs (semmoe/wide.py)
+PAIRS_UP_TO = 64  # ranks; beyond, over several nodes, sums by port stand for pairs (semmoe/wide.py)
+NEEDED_PAIRS_UP_TO = 128  # ranks; pairs are counted so far for what cannot do without (their cost grows with ranks^2)
 
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """ranks_per_node: of the fullest node. nic_G: NIC bundle of every rank; leaf_N: leaf switch of every bundle."""
+    """ranks_per_node: of the fullest node. nic_G: NIC bundle of every rank; leaf_N: leaf switch of every bundle.
+    needs_pairs: see with_pairs."""
 
     ranks: int
     ranks_per_node: int
     nic_G: Int
     leaf_N: Int
+    needs_pairs: bool = False
 
     @classmethod
     def of(cls, cluster: ClusterSpec, ranks: int) -> Wiring:
@@ -59,7 +62,11 @@ class Wiring:
     @property
     def wide(self) -> bool:
         """Whether Traffic holds sums by port instead of pairs."""
-        return self.ranks > PAIRS_UP_TO and self.nodes > 1
+        return self.nodes > 1 and self.ranks > (NEEDED_PAIRS_UP_TO if self.needs_pairs else PAIRS_UP_TO)
+
+    def with_pairs(self) -> Wiring:
+        """The same for a reader of pair matrices, which get them over more ranks."""
+        return replace(self, needs_pairs=True)
 
     @property
     def node_G(self) -> Int:

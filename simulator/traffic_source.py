@@ -83,6 +83,7 @@ class ExpectedTraffic:
 
     def __init__(self, planner: StepPlanner, rank_R: NDArray[np.integer] | None, wiring: Wiring) -> None:
         """planner: over the training part; rank_R: rank of each of its requests where the flow has one (dp)."""
+        wiring = wiring.with_pairs()
         if wiring.wide:
             raise UserError(f"routing=expected knows rates of pairs, not of {wiring.ranks} ranks; use routing=traced")
         if planner.rehomes:

@@ -73,13 +73,15 @@ class CollectiveCost:
     refusing. `marks` gathers the words of provenance.
     """
 
+    needs_pairs = False
+
     def __init__(
         self, cluster: ClusterSpec, spec: DispatchSpec, ranks: int, slots_per_rank: int, allow_roofline: bool = False
     ) -> None:
         self.cluster, self.spec, self.ranks, self.slots_per_rank = cluster, spec, ranks, slots_per_rank
         self.allow_roofline = allow_roofline
         self.topology = Topology.of(cluster, ranks)
-        self.wiring = self.topology.wiring
+        self.wiring = self.topology.wiring.with_pairs() if self.needs_pairs else self.topology.wiring
         self.inner = self.wiring.ranks_per_node
         self.marks: set[str] = set()
         self._curves = CurveSet(cluster.curves)

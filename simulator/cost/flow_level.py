@@ -26,6 +26,8 @@ Float = NDArray[np.float64]
 class FlowCost(CollectiveCost):
     """CollectiveCost with the congestion of every layer's exchange; marks "flow_level"."""
 
+    needs_pairs = True
+
     def _pairs_us(self, c: Collective, traffic: Traffic) -> Float:
         if c.rows_LGG is None:
             raise UserError(f"cost.fidelity=flow needs the rows of every pair; over {self.ranks} ranks use bottleneck")

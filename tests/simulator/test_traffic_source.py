@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from test_app import BATCHES, SERVE, build
 
+import semmoe.wiring
 from semmoe.builder import RunBuilder
 from semmoe.dispatch import valid_pairs
+from semmoe.errors import UserError
 from semmoe.results import check_row
 from simulator.app import simulate, step_timer
 from simulator.cost.loads import loads_of
@@ -44,6 +46,21 @@ def test_two_nodes_expect_copies_to_nodes_too(builder):
     rows = [simulate(build(builder, *names, f"routing={routing}")) for routing in ("traced", "expected")]
     assert rows[1]["nic_bytes"] == pytest.approx(rows[0]["nic_bytes"], rel=0.1)
     assert rows[1]["dispatch_ms"] == pytest.approx(rows[0]["dispatch_ms"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "option", ["routing=expected", "cost.fidelity=flow", "flow=tp_shuffled token_scheduler=rehome"]
+)
+def test_what_reads_pairs_gets_them_over_more_ranks(option, builder, monkeypatch):
+    names = ("workload.max_batches=1", "workload.batch_tokens=32", *option.split())
+    run = build(builder, *BATCHES[:1], "cluster=h100x16", *names)
+    usual = simulate(run)
+    monkeypatch.setattr(semmoe.wiring, "PAIRS_UP_TO", 8)
+    pairs = ("assignment_pairs", "rank_pairs")  # shown where the meter keeps them
+    assert {**simulate(run), **{name: usual[name] for name in pairs}} == pytest.approx(usual)
+    monkeypatch.setattr(semmoe.wiring, "NEEDED_PAIRS_UP_TO", 8)
+    with pytest.raises(UserError, match="ranks"):
+        simulate(run)
 
 
 def test_a_served_run_is_close_to_the_traced_one_and_says_how_it_was_made(builder):
