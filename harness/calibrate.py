@@ -4,7 +4,8 @@ What is timed: every transport operation at several sizes, balanced and skewed, 
 and planning by rows; of the tiny model also attention and LM head. Never a composed layer; but each as a layer meets it,
 after other work rather than in a loop of its own (rotation.py).
 Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
-per_row_ns "gate", "permute.a2a_dedup", "plan.tp_shuffled", "attention.token", "head"; host_us.start; skew "dispatch.port".
+per_row_ns "gate", "permute.a2a_dedup", "plan.semantic", "plan.paper", "attention.token", "head"; host_us.start; skew
+"dispatch.port".
 Sizes of curves count bytes as nccl-tests does: of balanced traffic, the bytes that leave a rank * n / (n - 1).
 """
 
@@ -17,11 +18,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.planning import StepPlanner
-from semmoe.predict.token_table import TokenTable
-from semmoe.profile import Profile
 from semmoe.run import Run
-from semmoe.schedule.semantic import Semantic
 
 from .environment import usable_cores
 from .fit import Samples, steady
@@ -30,8 +27,9 @@ from .pool import Pool
 from .reference.gate import Gating
 from .rotation import rotate
 from .single_attention import attention_operations, end_operations, is_tiny
-from .single_local import expert_operations, gate_operations, permute_operations, plan_operations, time_machine
+from .single_local import expert_operations, gate_operations, permute_operations, time_machine
 from .single_ops import Case, per_call, time_collectives
+from .single_planning import PARTS, Points, fitted_predictors, plan_operations, planning_terms
 from .skew import skewed_cases
 from .stack import open_transport
 from .transport.codec import torch_dtype
@@ -60,7 +58,7 @@ class Effort:
     places: tuple[int, ...] = (32, 512)
     rows_per_expert: tuple[int, ...] = (1, 8, 32, 128)
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
-    planned_tokens: tuple[int, ...] = (64, 256, 1024)
+    planned_tokens: tuple[int, ...] = (64, 512, 2048)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
     samples: int = 8
     inner: int = 8  # calls in a row, more than the OPENING ones, which are kept apart
@@ -83,7 +81,10 @@ def collect(
 ) -> Samples:
     """Measure everything on the pool. run: gives the model's shape, ranks, placement, dtype and traces."""
     samples = Samples()
-    parts = pool.run(local_work_task, run, effort, progress=lambda done, total: progress("local work", done, total))
+    predictors = fitted_predictors(run)
+    parts = pool.run(
+        local_work_task, run, effort, predictors, progress=lambda done, total: progress("local work", done, total)
+    )
     _keep_local(samples, parts, run.model.num_moe_layers)
     busy_us = work_between_collectives_us(samples, effort)
     for members, cases in _collective_cases(effort, pool.ranks):
@@ -108,16 +109,18 @@ def collect(
 def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> None:
     """What the ranks found in `local_work_task`: raw samples, and their means over samples and ranks."""
     handled = {key: float(np.mean([part["handled"][key] for part in parts])) for key in parts[0]["handled"]}
+    planning: Points = {}
     for key in parts[0]["times"]:
         cpu_GS, wall_GS = (np.array([part["times"][key][:, i] for part in parts]) for i in (0, 1))
-        samples.raw[key] = (wall_GS if key[0].startswith("plan.") else cpu_GS).tolist()
+        planned = key[0].startswith(PARTS)
+        samples.raw[key] = (wall_GS if planned else cpu_GS).tolist()
         cpu_us, slowest_us = float(np.mean([steady(s) for s in cpu_GS])), max(steady(s) for s in wall_GS)
         if key[0] == "experts":
             samples.experts[key[1:]] = (cpu_us, slowest_us)
         elif key[0] == "attention":
             samples.attention[key[1]] = cpu_us
-        elif key[0].startswith("plan."):  # all ranks plan the same step: the slowest counts
-            samples.local[key] = (float(key[1]), slowest_us)
+        elif planned:  # all ranks plan the same step: the slowest counts
+            planning[key] = (float(key[1]), slowest_us)
         else:  # a name, the tokens, and in permute a part of the whole
             what, tokens = key[:2]
             rows, before_us = (
@@ -125,12 +128,7 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> N
                 samples.local.get((what, tokens), (0.0, 0.0))[1],
             )
             samples.local[what, tokens] = (rows, before_us + cpu_us)
-    for tokens in [key[1] for key in samples.local if key[0] == "plan.look_up"]:
-        look_up_us, shuffle_us = (
-            samples.local.pop(("plan.look_up", tokens))[1],
-            samples.local["plan.tp_scattered", tokens][1],
-        )
-        samples.local["plan.tp_shuffled", tokens] = (float(tokens), look_up_us / layers + shuffle_us)
+    samples.local |= planning_terms(planning, layers)
     samples.machine = parts[0]["machine"]
 
 
@@ -154,7 +152,7 @@ def _collective_cases(effort: Effort, ranks: int) -> list[tuple[int, list[Case]]
     return [(ranks, full), (2, [Case(op, rows) for op in ("alltoall", "all_reduce") for rows in effort.home_rows])]
 
 
-def local_work_task(context: RankContext, run: Run, effort: Effort) -> dict[str, Any]:
+def local_work_task(context: RankContext, run: Run, effort: Effort, predictors: dict[str, Any]) -> dict[str, Any]:
     """Task of every rank: experts, index work, planning, attention and LM head in one rotation, and the machine's rates."""
     placement, source = run.fitted.placement, RandomWeights(run.model, 1.0, int(run.cfg["seed"]))
     transport = open_transport(context, "collective")
@@ -167,21 +165,12 @@ def local_work_task(context: RankContext, run: Run, effort: Effort) -> dict[str,
     several = build_layers(
         transport, _spec(run, "dp", "a2a_dedup"), placement, source, Gating.of(run.model), max_tokens=most
     )
-    predictor = TokenTable()
-    predictor.fit(Profile.fit(run.train))
-    planner = StepPlanner(
-        run.heldout,
-        placement,
-        _spec(run, "tp_shuffled", "a2a_dedup"),
-        Semantic(),
-        predictor,
-        run.recipe.make_replica_router() if placement.has_replicas else None,
-        run.recipe.home_cap,
-    )
     operations = expert_operations(several, expert_grid_points(placement.slots_per_rank, effort.rows_per_expert))
     operations |= gate_operations(several[0], effort.local_tokens)
     index_work, handled = permute_operations(layers, effort.local_tokens)
-    operations |= index_work | plan_operations(context, planner, effort.planned_tokens)
+    operations |= index_work
+    shuffled = _spec(run, "tp_shuffled", "a2a_dedup")
+    operations |= plan_operations(context, run, shuffled, predictors, effort.planned_tokens)
     if is_tiny(run.model):
         operations |= attention_operations(context) | end_operations(context, effort.entries)
     return {

@@ -1,10 +1,8 @@
-"""Local work of a rank as single operations for `rotate`; see single_ops.py for collectives.
+"""Local work of a rank as single operations for `rotate`; see single_planning.py for planning, single_ops.py for collectives.
 
-CPU time of the thread while all ranks work at once: what an operation costs on a core that it has for itself. Only
-planning is taken by the wall clock of all ranks together: every rank plans the same step, and a layer waits for all.
+CPU time of the thread while all ranks work at once: what an operation costs on a core that it has for itself.
 
-Keys: ("experts", active experts, rows each), ("gate", tokens), ("permute." + dispatcher or flow, tokens, part),
-("plan." + flow, tokens).
+Keys: ("experts", active experts, rows each), ("gate", tokens), ("permute." + dispatcher or flow, tokens, part).
 """
 
 from __future__ import annotations
@@ -14,19 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from semmoe.planning import StepPlanner
 
 from .dispatchers import local_work, make_dispatcher
 from .layer import MoELayer, Routes
 from .reference.experts import run_experts
 from .rotation import Operation, clocked
 from .timing import PhaseTimer
-from .transport.plan import ShufflePlan
 from .worker import RankContext
 
 Operations = dict[tuple[Any, ...], Operation]
@@ -86,18 +80,6 @@ def permute_operations(
     return operations, handled
 
 
-def plan_operations(context: RankContext, planner: StepPlanner, tokens: Sequence[int]) -> Operations:
-    """Homes of n tokens: ("plan.look_up", n) of all layers at once, ("plan.tp_scattered", n) the shuffle plan of one."""
-    operations: Operations = {}
-    rng = np.random.default_rng(0)
-    for n in tokens:
-        rows_T = rng.integers(0, planner.trace.num_tokens, n)
-        homes_T = rng.integers(0, context.ranks, n)
-        operations["plan.look_up", n] = clocked(partial(planner.route, rows_T, None))
-        operations["plan.tp_scattered", n] = clocked(partial(_shuffle_plan, homes_T, context.ranks, context.rank))
-    return operations
-
-
 def time_machine(context: RankContext, dtype: torch.dtype, samples: int) -> dict[str, float]:
     """Copy bandwidth (read + write) and matrix rate of one core, by rank 0 while the others wait."""
     figures: dict[str, float] = {}
@@ -113,10 +95,6 @@ def time_machine(context: RankContext, dtype: torch.dtype, samples: int) -> dict
         }
     dist.barrier()
     return figures
-
-
-def _shuffle_plan(homes_T: np.ndarray, ranks: int, rank: int) -> Tensor:
-    return ShufflePlan.from_homes(homes_T, ranks).mine_T(rank)
 
 
 def _synthetic(layer: MoELayer, tokens: int) -> tuple[Tensor, Routes, Tensor]:

@@ -137,6 +137,7 @@ class RunBuilder:
     def _recipe(self, cfg: dict[str, Any], model: ModelSpec, cluster: ClusterSpec, ep_size: int) -> Recipe:
         dispatcher = cfg["dispatcher"]
         make = {group: _maker(cfg[group], group) for group in POLICY_GROUPS}
+        shuffled = cfg["flow"]["name"] == "tp_shuffled"
         spec = DispatchSpec(
             flow=cfg["flow"]["name"],
             dispatcher=dispatcher["name"],
@@ -145,7 +146,8 @@ class RunBuilder:
             activation_dtype=cfg["dtype"],
             dispatch_dtype=dispatcher.get("dispatch_dtype"),
             combine_dtype=dispatcher.get("combine_dtype"),
-            carry_expert_ids=cfg["flow"]["name"] == "tp_shuffled" and getattr(make["predictor"](), "lookback", 0) > 0,
+            carry_expert_ids=shuffled and getattr(make["predictor"](), "lookback", 0) > 0,
+            keeps_order=shuffled and bool(getattr(make["token_scheduler"](), "keeps_order", False)),
         )
         slots = int(cfg["placement"].get("slots") or model.num_experts)
         return Recipe(

@@ -18,6 +18,7 @@ class DispatchSpec:
     """Flow and dispatcher around an MoE layer, with the width of the rows that travel.
 
     dtype names as in specs.DTYPE_BYTES. `carry_expert_ids`: SAG also carries the k ids of each token (tp_shuffled).
+    `keeps_order`: its token scheduler leaves tokens where a plain reduce-scatter puts them, so that SRS and SAG pick no rows.
     """
 
     flow: str
@@ -28,6 +29,7 @@ class DispatchSpec:
     dispatch_dtype: str | None = None
     combine_dtype: str | None = None
     carry_expert_ids: bool = False
+    keeps_order: bool = False
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:

@@ -106,15 +106,16 @@ class StepPlanner:
         tokens, layers = len(rows_T), self.trace.num_layers
         homes_TL = np.empty((tokens, layers), dtype=np.int64)
         capacity = capacity_of(tokens, self.ranks, self.home_cap)
-        token_ids_T = self.trace.token_id_T[rows_T]
         for layer in range(layers):
-            if self.predictor is None:
-                score_TG: Any = np.zeros((tokens, self.ranks), dtype=np.int32)
-            else:
-                history = self._history(rows_T, layer)
-                score_TG, _ = self.predictor.scores(token_ids_T, layer, history, self.placement)
-            homes_TL[:, layer] = self.token_scheduler.homes(score_TG, capacity).owner_T
+            homes_TL[:, layer] = self.token_scheduler.homes(self.scores(rows_T, layer), capacity).owner_T
         return homes_TL
+
+    def scores(self, rows_T: NDArray[np.int64], layer: int) -> NDArray[np.int32]:
+        """score_TG of these tokens: what the predictor tells the token scheduler (zero without one)."""
+        if self.predictor is None:
+            return np.zeros((len(rows_T), self.ranks), dtype=np.int32)
+        history = self._history(rows_T, layer)
+        return self.predictor.scores(self.trace.token_id_T[rows_T], layer, history, self.placement)[0]
 
     def _returns(self, slots_TLk: NDArray[np.integer], homes_TL: NDArray[np.integer]) -> NDArray[np.integer]:
         """Where each token's outputs are summed, decided on the actual experts."""

@@ -68,6 +68,18 @@ class Run:
         return self.recipe.ep_size if self.pools is None else sum(pool.ep_size for pool in self.pools)
 
     @property
+    def planned_by(self) -> tuple[str, ...]:
+        """Labels of what plans the homes of every layer: token scheduler and predictor; none where the flow gives them.
+
+        A scheduler that sees the routes asks no predictor."""
+        if self.spec.flow != "tp_shuffled":
+            return ()
+        scheduler = self.recipe.make_token_scheduler()
+        alone = self.fitted.predictor is None or getattr(scheduler, "sees_routes", False)
+        groups = ("token_scheduler",) if alone else ("token_scheduler", "predictor")
+        return tuple(label(self.cfg[group]) for group in groups)
+
+    @property
     def scope(self) -> str:
         return str(self.cfg["scope"])
 

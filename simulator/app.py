@@ -85,7 +85,8 @@ def step_timer(run: Run) -> StepTimer:
         check_fits(run.model, run.cluster, run.recipe.slots // run.ep_size, attention_tp)
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity, graphs = str(run.cfg["cost"]["fidelity"]), str(run.cfg["cost"]["cuda_graphs"])
-    cost = CostModel(run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots, allow, fidelity, graphs)
+    shape = (run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots)
+    cost = CostModel(*shape, allow, fidelity, graphs, run.planned_by)
     replacing = Replacing(**run.cfg["replacement"])
     if replacing.every_steps:
         return replacing_timer(run, cost, replacing, full_model)

@@ -72,7 +72,8 @@ class RequestScheduler(Protocol):
 class TokenScheduler(Protocol):
     """A class with this method, named by Hydra's `_target_`, is a token scheduler.
 
-    Optional `sees_routes` (true: scores count the true experts of the layer, which only a replay knows).
+    Optional `sees_routes` (true: scores count the true experts of the layer, which only a replay knows) and `keeps_order`
+    (true: homes never permute the tokens, so that the exchanges around the layer are plain ones).
     """
 
     def homes(self, score_TG: NDArray[np.int32], capacity: int) -> Plan: ...

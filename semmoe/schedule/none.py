@@ -11,6 +11,8 @@ from .base import Plan
 class NoShuffle:
     """Chunk r of the T tokens, in order, on rank r; the first T mod G chunks hold one more. Scores are ignored."""
 
+    keeps_order = True
+
     def homes(self, score_TG: NDArray[np.int32], capacity: int) -> Plan:
         tokens, ranks = score_TG.shape
         counts_G = tokens // ranks + (np.arange(ranks) < tokens % ranks)

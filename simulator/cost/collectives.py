@@ -11,6 +11,8 @@ numbers of ranks is read at the size with the same egress. Without a curve: alph
 measured skewed exchanges (ClusterSpec.skew), the busiest port and the hottest pair count by its weights (law:
 harness/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
 max(largest * cores / n, mean) where cores < n.
+SRS and SAG pick rows one by one, sender and receiver: a calibration measures them on shuffled tokens, beside the plain
+reduce-scatter and all-gather of the same bytes, which tp_scattered and a token scheduler that keeps the order have.
 Worked example: 8 ranks, each sends 1 MiB to each other: egress 7 MiB, S_eq = 8 MiB.
 """
 
@@ -45,7 +47,7 @@ PHASE = {
 NCCL_OP = {"srs": "reduce_scatter", "reduce_scatter": "reduce_scatter", "sag": "all_gather", "all_gather": "all_gather"}
 
 
-def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
+def curve_names(op: str, spec: DispatchSpec) -> tuple[str, ...]:
     """Names under which a cluster may hold the curve of an operation, the most specific first.
 
     Presets hold nccl-tests' four; a calibration may add what it measured through the harness's own transport, under
@@ -54,7 +56,9 @@ def curve_names(op: str, dispatcher: str | None) -> tuple[str, ...]:
     if op == "migration":
         return ("alltoall",)
     if op not in ("dispatch", "combine"):
-        return (op, NCCL_OP.get(op, op))
+        plain = NCCL_OP.get(op, op)
+        return (plain, op) if spec.keeps_order else (op, plain)
+    dispatcher = spec.dispatcher
     outward = op == "dispatch"
     if dispatcher == "allgather_rs":
         return (
@@ -173,7 +177,7 @@ class CollectiveCost:
             and self.cluster.topology != "mesh"
             and f"{op}.port" not in self.cluster.skew
         ):
-            two = self._curves.exact(curve_names(op, self.spec.dispatcher), 2)
+            two = self._curves.exact(curve_names(op, self.spec), 2)
             if two is not None:
                 time = np.maximum(time, two.time_us(2 * pair))
         return time + self._sizes_us(op, curve)
@@ -222,7 +226,7 @@ class CollectiveCost:
 
     def _curve(self, op: str, ranks: int) -> Blend | None:
         if op not in self._picked:
-            self._picked[op] = curve = self._curves.pick(curve_names(op, self.spec.dispatcher), ranks)
+            self._picked[op] = curve = self._curves.pick(curve_names(op, self.spec), ranks)
             if curve is not None:
                 self.marks |= {"interpolated", *curve.marks}
         return self._picked[op]

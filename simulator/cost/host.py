@@ -7,6 +7,8 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
     host_us.permute   fixed part of packing, sorting and adding rows of a layer   per_row_ns.permute  per row handled:
                       expert rows + rows sent + rows received
     host_us.plan      fixed part of planning a layer (tp_shuffled)                per_row_ns.plan     per token and layer
+        "plan.semantic" + "plan.token_table": by token scheduler (homes, slots, permutation) and predictor (look-up), where
+        all that plan the configuration were measured (labels as in result rows); else "plan.tp_shuffled", any of them
     host_us.start     late leaving of the barrier before a timed piece and ending apart: every layer of fixed batches, every
                       served step
     host_us.step      fixed part of a forward pass (scope full_model), the launch of a CUDA graph included
@@ -29,6 +31,8 @@ A name may be followed by a dispatcher or flow, which then rules: "permute.a2a_d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,7 +54,9 @@ PLAN_US = 10.0  # table look-up, assignment and permutation kernels of one layer
 class HostCost:
     """Terms of one configuration in microseconds, per rank; combine ranks with `slowest`."""
 
-    def __init__(self, cluster: ClusterSpec, model: ModelSpec, spec: DispatchSpec) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, model: ModelSpec, spec: DispatchSpec, planned_by: Sequence[str] = ()
+    ) -> None:
         self.cluster, self.model, self.spec = cluster, model, spec
         self.gemm = GemmLaw(cluster)
         self.marks: set[str] = set()
@@ -60,7 +66,12 @@ class HostCost:
         self._gate = self._term("gate", LAUNCH_US, gate_ns)
         self._permute = self._term("permute", 2 * LAUNCH_US, copy_ns)
         planned = spec.flow == "tp_shuffled"
-        self._plan = self._term("plan", PLAN_US if planned else 0.0, 0.0)
+        parts = [f"plan.{name}" for name in planned_by]
+        if parts and all(part in cluster.host_us for part in parts):
+            fixed_us, per_row_ns = zip(*(self._term(part, 0.0, 0.0) for part in parts), strict=True)
+            self._plan = sum(fixed_us), sum(per_row_ns)
+        else:
+            self._plan = self._term("plan", PLAN_US if planned else 0.0, 0.0)
 
     def _term(self, name: str, fixed_us: float, per_row_ns: float) -> tuple[float, float]:
         for key in (f"{name}.{self.spec.dispatcher}", f"{name}.{self.spec.flow}", name):

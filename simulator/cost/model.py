@@ -5,6 +5,8 @@ All layers of a forward pass are priced in one call; arrays carry the layer axis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +31,7 @@ class CostModel:
     """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost. fidelity: of the
     network, "bottleneck" (busiest link) or "flow" (transfers share links over time, slow). cuda_graphs: steps of a full model
     that run as one: "all", "decode" (those without prefill) or "none"; the others last at least as long as the host issues.
+    planned_by: token scheduler and predictor (Run.planned_by), where a calibration measured their planning.
 
     `provenance()` names the sources of everything priced so far.
     """
@@ -43,6 +46,7 @@ class CostModel:
         allow_roofline: bool = False,
         fidelity: str = "bottleneck",
         cuda_graphs: str = "all",
+        planned_by: Sequence[str] = (),
     ) -> None:
         if fidelity not in FIDELITIES:
             raise UserError(f"cost.fidelity='{fidelity}'{nearest(fidelity, FIDELITIES)}; {' or '.join(FIDELITIES)}")
@@ -50,7 +54,7 @@ class CostModel:
         self.cuda_graphs = cuda_graphs
         slots_per_rank = (slots or model.num_experts) // ep_size
         self.network = FIDELITIES[fidelity](cluster, spec, ep_size, slots_per_rank, allow_roofline)
-        self.host = HostCost(cluster, model, spec)
+        self.host = HostCost(cluster, model, spec, planned_by)
         tp = 1 if spec.flow == "dp" else ep_size
         self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
         self._dense = DenseCost(cluster, model, tp)

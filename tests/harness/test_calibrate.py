@@ -26,6 +26,7 @@ from harness.fit import (  # noqa: E402
 from harness.residuals import busy_warning, residuals, spread, table  # noqa: E402
 from harness.single_attention import attention_steps  # noqa: E402
 from harness.single_ops import Case, exchange_sizes, home_sizes  # noqa: E402
+from harness.single_planning import planning_terms  # noqa: E402
 from harness.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
@@ -70,6 +71,9 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     assert names >= dispatched | {"dispatch.low_latency", "srs", "sag", "reduce_scatter", "all_gather", "all_reduce"}
     assert all(curve.ranks == 2 for curve in spec.curves)
     assert set(spec.per_row_ns) >= {"gate", "permute.a2a_dedup", "permute.tp_replicated", "plan.tp_shuffled"}
+    schedulers = {"no_shuffle", "semantic", "sort_cut", "confident_first", "priced", "rehome", "oracle_tokens"}
+    predictors = {"token_table", "device_ngram", "paper", "fusion", "oracle"}
+    assert set(spec.host_us) >= {f"plan.{name}" for name in schedulers | predictors}
     assert spec.host_us.keys() | set(ATTENTION_TERMS) >= spec.per_row_ns.keys()
     assert spec.expert_grid_shape == (128, 32)
     active, rows = {a for _, a, _ in spec.expert_grid}, {r / a for r, a, _ in spec.expert_grid}
@@ -177,6 +181,19 @@ def test_fit_recovers_known_costs_and_reports_what_it_cannot_describe():
     assert told["gate"].p90 > 20 and told["gate"].points == 3
     assert told["experts, all at once"].median == pytest.approx(50), "10 us on 2 ranks a core against 40"
     assert all(line.unit.startswith("%") and line.operation in table(lines) for line in lines)
+
+
+def test_planning_is_told_apart_by_scheduler_and_predictor():
+    """Per layer, of 4: each scheduler with the shuffle plan that follows it, each look-up alone."""
+    points = {("homes.semantic", 64): (64.0, 800.0), ("homes.no_shuffle", 64): (64.0, 80.0)}
+    points |= {("scores.token_table", 64): (64.0, 40.0), ("plan.tp_scattered", 64): (64.0, 50.0)}
+    assert planning_terms(points, layers=4) == {
+        ("plan.semantic", 64): (64.0, 250.0),
+        ("plan.no_shuffle", 64): (64.0, 70.0),
+        ("plan.token_table", 64): (64.0, 10.0),
+        ("plan.tp_scattered", 64): (64.0, 50.0),
+        ("plan.tp_shuffled", 64): (64.0, 260.0),
+    }
 
 
 def test_skew_fit_recovers_known_weights_and_is_checked_at_skews_it_has_not_seen():

@@ -80,6 +80,24 @@ def test_a_run_travels_to_rank_processes_and_plans_the_same_there(builder):
     assert np.array_equal(back.planner().route(rows, None).homes_TL, run.planner().route(rows, None).homes_TL)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "planned_by", "keeps_order"),
+    [
+        (["flow=tp_shuffled"], ("no_shuffle", "token_table"), True),
+        (["flow=tp_shuffled", "predictor=paper", "token_scheduler=sort_cut"], ("sort_cut", "paper"), False),
+        (["flow=tp_shuffled", "token_scheduler=oracle"], ("oracle_tokens",), False),
+        (["flow=tp_shuffled", "predictor=none"], ("no_shuffle",), True),
+        (["flow=tp_scattered"], (), False),
+        (["flow=dp"], (), False),
+    ],
+)
+def test_a_run_says_who_plans_its_layers_and_whether_tokens_keep_their_order(
+    builder, overrides, planned_by, keeps_order
+):
+    run = build(*overrides, builder=builder)
+    assert (run.planned_by, run.spec.keeps_order) == (planned_by, keeps_order)
+
+
 def test_serving_loop_has_a_queue_a_rank_in_dp_and_one_in_tp(builder):
     assert len(build("workload=serve", builder=builder).serving_loop().queues) == 4
     assert len(build("workload=serve", "flow=tp_shuffled", builder=builder).serving_loop().queues) == 1

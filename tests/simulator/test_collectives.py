@@ -212,3 +212,13 @@ def test_low_latency_without_a_table_takes_the_curve_at_fp8_bytes():
     made = presets()["h200x8"]
     times, cost = price(traffic, made, wide)
     assert times["dispatch"] == pytest.approx(float(cost._curve("dispatch", 8).time_us(8 * 128 * 2112.0)))
+
+
+def test_exchanges_around_a_layer_cost_what_plain_ones_do_where_the_scheduler_keeps_the_order():
+    """Own curves of SRS and SAG for shuffled tokens; a cluster with one of a pair prices both by it."""
+    made = cluster(curves=curves(("srs", 4, 400.0), ("reduce_scatter", 4, 300.0), ("all_gather", 4, 200.0)))
+    shuffled, kept = (spec("tp_shuffled", keeps_order=kept) for kept in (False, True))
+    for op, us, kept_us in (("srs", 400.0, 300.0), ("sag", 200.0, 200.0), ("reduce_scatter", 300.0, 300.0)):
+        phase, rows_us = "sag" if op == "sag" else "srs", 30_000 * 4 / 3 / 1024
+        assert price(traffic_of(op, EVEN), made, shuffled)[0] == {phase: pytest.approx(us + rows_us, rel=1e-3)}
+        assert price(traffic_of(op, EVEN), made, kept)[0] == {phase: pytest.approx(kept_us + rows_us, rel=1e-3)}

@@ -89,6 +89,18 @@ def test_planning_is_charged_to_tp_shuffled_per_token_where_it_was_measured():
     assert CostModel(toy_model(), made, spec(), 4).plan(50) == 0
 
 
+def test_planning_is_priced_by_scheduler_and_predictor_where_both_were_measured():
+    terms = {"plan.tp_shuffled": 40.0, "plan.semantic": 30.0, "plan.token_table": 5.0, "plan.oracle_tokens": 50.0}
+    made = cluster(host_us=terms, per_row_ns={"plan.semantic": 200.0, "plan.token_table": 100.0})
+
+    def plan_us(*names):
+        return CostModel(toy_model(), made, spec("tp_shuffled", "a2a_dedup"), 4, planned_by=names).plan(50) * 1e3
+
+    assert plan_us("semantic", "token_table") == pytest.approx(35 + 50 * 0.3)
+    assert plan_us("oracle_tokens") == pytest.approx(50), "asks no predictor"
+    assert plan_us("semantic", "my.Own") == plan_us("sort_cut", "token_table") == plan_us() == pytest.approx(40)
+
+
 def entries(*rows: tuple[int, int, int, int, int]) -> StepPlan:
     return StepPlan(0, *np.array(rows, dtype=np.int64).T)
 
