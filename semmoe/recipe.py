@@ -128,9 +128,7 @@ class Recipe:
     def request_scheduler(self, fitted: Fitted) -> RequestScheduler:
         """A fresh request scheduler, fitted where it learns."""
         scheduler = self.make_request_scheduler()
-        learn = getattr(scheduler, "fit", None)
-        if learn is not None:
-            learn(fitted.profile, fitted.placement)
+        learn(scheduler, fitted)
         return scheduler
 
     def request_ranks(
@@ -225,6 +223,13 @@ class Recipe:
         figures = {name: float(np.average([c[name] for c in columns], weights=tokens)) for name in ("lar", "fan_out")}
         payload = sum(meter.node_bytes + meter.nic_bytes for meter in meters)
         return figures | {"bytes_per_token": payload / tokens.sum()}
+
+
+def learn(scheduler: RequestScheduler, fitted: Fitted) -> None:
+    """Fit a request scheduler that learns; what else it holds, such as a turn, stays."""
+    fit = getattr(scheduler, "fit", None)
+    if fit is not None:
+        fit(fitted.profile, fitted.placement)
 
 
 def count_layers(experts_TLk: NDArray[np.integer], num_experts: int) -> NDArray[np.int64]:

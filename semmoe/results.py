@@ -150,8 +150,16 @@ def _columns() -> dict[str, Column]:
         "migration_node_bytes": Column("float", "expert weights that moved inside nodes, all re-placements"),
         "migration_nic_bytes": Column("float", "expert weights that moved between nodes, all re-placements"),
         "replacement_stall_ms": Column("float", "time that steps waited for weights, all re-placements"),
-        "replacement_gain_ms": Column("float", "mean gain of a later step over the first placement, stalls apart"),
-        "replacement_net_ms": Column("float", "all gains less all stalls: above 0, re-placement paid"),
+        "replacement_gain_ms": Column(
+            "float", "mean gain of a later step over the run without re-placement, stalls apart"
+        ),
+        "replacement_net_ms": Column(
+            "float", "all gains less all stalls: above 0, re-placement paid (served: earlier end)"
+        ),
+        "replacement_e2e_gain_ms": Column(
+            "float", "served: mean over requests, end-to-end time without re-placement - with it"
+        ),
+        "replacement_tpot_gain_ms": Column("float", "served: the same of the time per output token"),
         "break_even_steps": Column("float", "steps whose gain makes up for one re-placement's stall; null: no gain"),
         "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
         "step_timeline": Column(

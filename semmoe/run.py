@@ -19,7 +19,7 @@ from .locality import LocalityMeter
 from .planning import StepPlanner
 from .recipe import Fitted, Recipe
 from .rows import commit, label
-from .serving import Request, ServingLimits, ServingLoop
+from .serving import Known, Request, ServingLimits, ServingLoop
 from .settings import settings_digest
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
@@ -147,10 +147,6 @@ class Run:
             return ServingLoop(requests, 1, limits, hold_kv=prompts_only)
         scheduler = self.recipe.request_scheduler(self.fitted)
 
-        def known_of(request: Request) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-            source = int(self.workload.source_R[request.id])
-            return self.recipe.known_of(self.fitted, scheduler, self.heldout, source)
-
         seen: Any = scheduler
         if self.cfg.get("decisions"):
             folder = Path(self.cfg["results_dir"]) / self.name / "decisions"
@@ -160,10 +156,18 @@ class Run:
             self.ep_size,
             limits,
             seen if self.ep_size > 1 else None,
-            lambda request: known_of(request)[0],
-            lambda request: known_of(request)[1],
+            *self.knowledge(self.fitted, scheduler),
             hold_kv=prompts_only,
         )
+
+    def knowledge(self, fitted: Fitted, scheduler: Any) -> tuple[Known, Known]:
+        """(score_G, measured counts_LE) of a served request, as functions for a loop: what `fitted` knows of it."""
+
+        def known_of(request: Request) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+            source = int(self.workload.source_R[request.id])
+            return self.recipe.known_of(fitted, scheduler, self.heldout, source)
+
+        return lambda request: known_of(request)[0], lambda request: known_of(request)[1]
 
     def meter(self) -> LocalityMeter:
         return LocalityMeter(self.heldout.num_layers, self.ep_size, self.recipe.wiring)

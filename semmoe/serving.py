@@ -26,6 +26,7 @@ from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, TokenRo
 __all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "StepPlan", "TokenRows"]
 
 
+Known = Callable[[Request], NDArray[np.int64] | None]  # of a request: see ServingLoop
 _Entries = tuple[int, NDArray[np.int64], int, NDArray[np.int64]]  # rank, requests, phase, token counts
 
 
@@ -61,8 +62,8 @@ class ServingLoop:
         queues: int,
         limits: ServingLimits,
         scheduler: RequestScheduler | None = None,
-        score_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
-        head_of: Callable[[Request], NDArray[np.int64] | None] | None = None,
+        score_of: Known | None = None,
+        head_of: Known | None = None,
         hold_kv: bool = False,
     ) -> None:
         if queues > 1 and scheduler is None:
@@ -155,6 +156,17 @@ class ServingLoop:
     def free(self, request: int) -> None:
         """Give back the KV of a finished request that was held (`hold_kv`)."""
         self._free_kv(request)
+
+    def reschedule(self, score_of: Known, head_of: Known) -> None:
+        """Requests get their queues by these from now on, those that wait without KV too; the others stay with theirs.
+        The scheduler is the same."""
+        self.score_of, self.head_of = score_of, head_of
+        if len(self.queues) == 1:
+            return
+        for queue in self.queues:
+            self._pending += [request for request in queue.waiting if not self._remote_R[request]]
+            queue.waiting = deque(request for request in queue.waiting if self._remote_R[request])
+        self._pending.sort(key=lambda request: (self.arrival_ms_R[request], request))
 
     def rank_states(self) -> RankStates:
         """What a request scheduler sees."""

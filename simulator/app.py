@@ -25,7 +25,7 @@ from .disaggregated import Disaggregated, simulate_disaggregated
 from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
 from .kv_link import KvLink
 from .kv_move import kv_move_columns
-from .replacement import Replacing, ReplacingTimer
+from .replacement import Replacing, ReplacingTimer, loop_for, simulate_without
 from .timeline_trace import KEPT_STEPS, step_timeline
 from .traffic_source import ExpectedTraffic
 
@@ -42,7 +42,8 @@ def simulate(run: Run) -> dict[str, Any]:
         timers = [timer]
         if run.kind == "batches":
             simulate_batches(run.batch_steps(), timer, show)
-            row |= kv_move_columns(run) if run.spec.flow == "dp" else {}
+            heads = timer.heads if isinstance(timer, ReplacingTimer) else run.heads
+            row |= kv_move_columns(run, heads) if heads is not None else {}
         else:
             log = load_log(run)
             replay(log.plans, log.tokens, run.ep_size if run.spec.flow == "dp" else 1, timer)
@@ -60,8 +61,12 @@ def serve(run: Run, show: bool = False) -> tuple[dict[str, Any], list[StepTimer]
     """Serving columns of a run and the timer of each of its pools: one, or two where prefill and decode are apart."""
     slo = run.cfg["slo"]
     if run.pools is None:
-        timer, loop = step_timer(run), run.serving_loop()
+        timer = step_timer(run)
+        without = simulate_without(run, timer, show) if isinstance(timer, ReplacingTimer) else None
+        loop = loop_for(run, timer)
         simulate_serving(loop, timer, show)
+        if without is not None and isinstance(timer, ReplacingTimer):
+            timer.compare(without)
         times = (loop.first_token_ms_R, loop.finish_ms_R, loop.preemptions)
         return served_columns(loop.requests, *times, slo, loop.itl_ms(), loop.prefix_hit_rate), [timer]
     prefill, decode = run.pools

@@ -9,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.heads import Heads
 from semmoe.run import Run
 from semmoe.specs import ClusterSpec, ModelSpec
 
 from .kv_link import KvLink
 
 
-def kv_move_columns(run: Run) -> dict[str, float]:
+def kv_move_columns(run: Run, heads: Heads) -> dict[str, float]:
     """Columns kv_moved_bytes (all requests) and kv_move_ms (mean of a request that moves) of a batches workload."""
-    bytes_M, ms_M = price_moves(run.kv_moves_M3, run.model, run.cluster)
+    bytes_M, ms_M = price_moves(heads.kv_moves_M3, run.model, run.cluster)
     return {"kv_moved_bytes": float(bytes_M.sum()), "kv_move_ms": float(ms_M.mean()) if len(ms_M) else 0.0}
 
 

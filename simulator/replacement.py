@@ -4,9 +4,13 @@ Every `every_steps` steps predictor and placement are fitted anew on the rows th
 of them seen, none to come). The experts that a rank lacks then travel once, as one all-to-all whose rows are experts; the
 part that is not overlapped stalls the next step. Fitting itself runs beside the steps and costs them nothing.
 
-Each later step is priced twice, with the placement in force and with the first one, which never changed: gain = first -
-in force, stalls apart. break_even_steps = a re-placement's mean stall / the mean gain of a step. In attention-DP requests keep
-the ranks that the scheduler gave them by the first placement; in attention-TP homes follow the new one.
+Homes follow the new placement: in attention-TP every token's, in attention-DP those of requests that have not started
+(requests that wait in a served run too). A running request stays where its KV cache lies. A placement equal to the one in
+force moves nobody.
+
+Gain = what the same run takes without re-placement, under the first placement with homes of its own, less what it takes
+with it. Fixed batches are priced both ways, step by step. A served run is simulated twice, because other times form other
+batches: the same arrivals and routes without re-placement, and request by request the two are compared.
 """
 
 from __future__ import annotations
@@ -17,16 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.collective import Collective
+from semmoe.heads import Heads
 from semmoe.migration import aligned, moved_experts_LGG
-from semmoe.recipe import Fitted, Recipe
+from semmoe.recipe import learn
 from semmoe.run import Run
+from semmoe.serving import ServingLoop
 from semmoe.stepplan import StepPlan, TokenRows
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import Traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
-from .engine import StepTimer
+from .engine import StepTimer, batch_load, simulate_serving
 from .layer import LayerTimes, time_layers
 from .traffic_source import TracedTraffic, TrafficSource
 
@@ -40,29 +46,40 @@ class Replacing:
 
 
 class ReplacingTimer(StepTimer):
-    """A StepTimer whose placement changes on the way. See the module."""
+    """A StepTimer whose placement changes on the way. See the module. loop: of a served run, whose requests it re-homes."""
 
     def __init__(self, run: Run, cost: CostModel, settings: Replacing, full_model: bool) -> None:
         super().__init__(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
-        self.recipe: Recipe = run.recipe
-        self.fitted: Fitted = run.fitted
+        self.of, self.recipe, self.fitted = run, run.recipe, run.fitted
         self.trace, self.settings = run.heldout, settings
+        self.heads: Heads | None = run.heads if run.kind == "batches" else None
+        self.loop: ServingLoop | None = None
         self.first: TrafficSource = TracedTraffic(run.planner(), cost.spec, cost.network.wiring)
         self._can_run_ahead = False
         self.stalls_ms: list[float] = []
-        self.gains_ms: list[float] = []
+        self.gains_ms: list[float] = []  # of fixed batches, a later step each, stalls apart
         self.node_bytes = self.nic_bytes = 0.0
         self._seen: list[NDArray[np.int64]] = []
+        self._started_R = np.zeros(self.trace.num_requests, dtype=bool)
+        self._later_steps = 0
+        self._served: dict[str, float | None] = {}
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
     ) -> Traffic:
+        """queue_T and load are those of the run without re-placement."""
         due = len(self._seen) >= self.settings.every_steps
         stall_ms = self._replace() if due else 0.0
-        traffic = super().run(rows_T, queue_T, load)
+        homes_T, own_load = queue_T, load
+        if self.heads is not None:
+            homes_T = self.heads.home_T[rows_T]
+            own_load = batch_load(len(rows_T), homes_T, self) if load is not None else None
+            self._started_R[self.trace.request_T[rows_T]] = True
+        traffic = super().run(rows_T, homes_T, own_load)
         self._seen.append(rows_T)
         times = self.timeline.steps[-1]
-        if self.stalls_ms:
+        self._later_steps += bool(self.stalls_ms)
+        if self.stalls_ms and self.loop is None:
             self.gains_ms.append(self._first_step_ms(rows_T, queue_T, load) - times.step_ms)
         self.timeline.steps[-1] = replace(times, step_ms=times.step_ms + stall_ms)
         return traffic
@@ -75,7 +92,7 @@ class ReplacingTimer(StepTimer):
         return self.timeline.steps[-1]
 
     def _replace(self) -> float:
-        """Fit on what was seen, move, and return the stall in milliseconds."""
+        """Fit on what was seen, move, re-home, and return the stall in milliseconds."""
         fitted = self.recipe.fit(observed(self.trace, np.concatenate(self._seen)))
         old, wiring = self.fitted.placement, self.cost.network.wiring
         placement = aligned(fitted.placement, old, wiring, per_layer=self.recipe.home == "token")
@@ -89,8 +106,22 @@ class ReplacingTimer(StepTimer):
         self.fitted = replace(fitted, placement=placement)
         self.planner = self.recipe.planner(self.fitted, self.trace)
         self.source = TracedTraffic(self.planner, self.cost.spec, wiring)
+        if (old.rank_mask_LEG != placement.rank_mask_LEG).any():
+            self._rehome()
         self._seen = []
         return self.stalls_ms[-1]
+
+    def _rehome(self) -> None:
+        """Homes of requests that have not started, under the placement in force (attention-DP)."""
+        if self.loop is not None and self.loop.scheduler is not None:
+            learn(self.loop.scheduler, self.fitted)
+            self.loop.reschedule(*self.of.knowledge(self.fitted, self.loop.scheduler))
+        waiting = np.flatnonzero(~self._started_R)
+        if self.heads is not None and len(waiting):
+            rank_R = self.heads.rank_R.copy()
+            trace = self.trace.select(waiting)
+            rank_R[waiting] = self.recipe.request_ranks(self.fitted, trace, self.heads.head_tokens)
+            self.heads = replace(self.heads, rank_R=rank_R)
 
     def _first_step_ms(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
@@ -98,10 +129,25 @@ class ReplacingTimer(StepTimer):
         traffic = self.first.of_rows(rows_T, queue_T)
         return time_layers(self.cost, traffic, load, self.barrier_each_layer).step_ms
 
+    def compare(self, without: ServingLoop) -> None:
+        """Take the gains of a finished served run from the same service without re-placement."""
+        assert self.loop is not None
+        earlier_ms_R = without.finish_ms_R - self.loop.finish_ms_R
+        decoding = self.loop.output_R > 1
+        spans = [(loop.finish_ms_R - loop.first_token_ms_R)[decoding] for loop in (without, self.loop)]
+        tpot_ms_R = (spans[0] - spans[1]) / (self.loop.output_R[decoding] - 1)
+        self._served = {
+            "replacement_net_ms": float(without.finish_ms_R.max() - self.loop.finish_ms_R.max()),
+            "replacement_e2e_gain_ms": float(earlier_ms_R.mean()),
+            "replacement_tpot_gain_ms": float(tpot_ms_R.mean()) if decoding.any() else None,
+        }
+
     def columns(self) -> dict[str, float | int | None]:
         """Columns of the row: what moved, what it cost, what it gained."""
         stall_ms = float(np.sum(self.stalls_ms))
-        gain_ms = float(np.mean(self.gains_ms)) if self.gains_ms else None
+        net_ms = self._served.get("replacement_net_ms", float(np.sum(self.gains_ms)) - stall_ms)
+        assert net_ms is not None
+        gain_ms = (net_ms + stall_ms) / self._later_steps if self._later_steps else None
         pays = gain_ms is not None and gain_ms > 0
         return {
             "replacements": len(self.stalls_ms),
@@ -109,9 +155,26 @@ class ReplacingTimer(StepTimer):
             "migration_nic_bytes": self.nic_bytes,
             "replacement_stall_ms": stall_ms,
             "replacement_gain_ms": gain_ms,
-            "replacement_net_ms": float(np.sum(self.gains_ms)) - stall_ms,
+            "replacement_net_ms": net_ms,
             "break_even_steps": stall_ms / len(self.stalls_ms) / gain_ms if pays and gain_ms else None,
+            **self._served,
         }
+
+
+def loop_for(run: Run, timer: StepTimer) -> ServingLoop:
+    """The loop of a served run, whose requests a timer that re-places re-homes."""
+    loop = run.serving_loop()
+    if isinstance(timer, ReplacingTimer):
+        timer.loop = loop
+    return loop
+
+
+def simulate_without(run: Run, timer: ReplacingTimer, show: bool = False) -> ServingLoop:
+    """The finished loop of the same served run without re-placement."""
+    loop = run.serving_loop()
+    plain = StepTimer(run.planner(), timer.cost, run.meter(), timer.full_model)
+    simulate_serving(loop, plain, show)
+    return loop
 
 
 def observed(trace: RoutingTrace, rows: NDArray[np.int64]) -> RoutingTrace:

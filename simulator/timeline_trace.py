@@ -30,6 +30,7 @@ from semmoe.traffic import Traffic
 from .cost.model import CostModel
 from .engine import StepTimer, Timeline, simulate_batches, simulate_serving
 from .layer import PHASES, LayerTimes
+from .replacement import loop_for
 
 EXCHANGES = ("srs", "dispatch", "combine", "sag")
 PROCESS = 1
@@ -45,7 +46,7 @@ def recorded(run: Run, steps: int) -> tuple[Timeline, StepTimer]:
     timer.timeline.keep_traffic = steps
     if run.kind == "batches":
         return simulate_batches(run.batch_steps(), timer), timer
-    return simulate_serving(run.serving_loop(), timer), timer
+    return simulate_serving(loop_for(run, timer), timer), timer
 
 
 def trace_events(timeline: Timeline, cost: CostModel) -> list[dict[str, Any]]:

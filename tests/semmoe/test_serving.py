@@ -156,3 +156,24 @@ def test_a_scheduler_that_names_no_such_rank_is_named():
     loop.submit(loop.requests[0], 0.0)
     with pytest.raises(UserError, match=r"Wild returned rank 9 for request 0; 0\.\.1"):
         loop.next_step(0.0)
+
+
+def test_other_scores_move_the_requests_that_wait_and_no_other():
+    class Follow:
+        def assign(self, request, score_G, head_counts, ranks):
+            return int(np.argmax(score_G))
+
+    requests, towards = requests_of([(0.0, 4, 3)] * 4 + [(5.0, 4, 3)]), [np.array([1, 0]), np.array([0, 1])]
+    loop = ServingLoop(requests, 2, ServingLimits(max_running=1), Follow(), lambda request: towards[0])
+    for request in requests[:4]:
+        loop.submit(request, 0.0)
+    step = loop.next_step(0.0)  # request 0 runs on rank 0, where the others wait
+    loop.reschedule(lambda request: towards[1], lambda request: None)
+    loop.complete(step, 1.0)
+    assert loop.next_step(1.0).request_N.tolist() == [0, 1] and loop.rank_R.tolist() == [0, 1, 1, 1, -1]
+    loop.complete(loop._in_flight, 1.0)
+    loop.submit(requests[4], 5.0)
+    while not loop.done:
+        loop.complete(loop.next_step(loop._now_ms), 1.0)
+    assert loop.rank_R[4] == 1 and (np.diff(loop.finish_ms_R[1:]) > 0).all(), "first come, first served"
+    assert (loop.produced_R == loop.output_R).all() and not loop.kv.used_G.any()
