@@ -50,6 +50,7 @@ def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tu
     Collective. Raises the same UserError on every rank where an output disagrees: nothing may be timed then.
     """
     errors_L, flips = [], 0
+    stack.prepare(inputs)
     for layer, given in enumerate(inputs):
         with poisoned():
             y = stack.forward(layer, given).y

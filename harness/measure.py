@@ -19,6 +19,7 @@ from semmoe.steplog import StepLog
 from .check import check_step
 from .counting import traffic_of
 from .environment import environment_json
+from .graph import ON, GraphStack, graph_column
 from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
 from .serve import measure_serve
@@ -30,7 +31,9 @@ from .worker import RankContext
 
 def measure_batches(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check the first batch, warm up, then time every batch once."""
-    stack, planner = Stack(context, run), run.planner()
+    device = rank_device(run.cfg["transport"]["name"], context.ranks)
+    stack = (GraphStack if graph_column(run, device) == ON else Stack)(context, run)
+    planner = run.planner()
     steps = list(run.batch_steps())
     routed = planner.route(*steps[0])
     record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
@@ -53,6 +56,7 @@ def measure_run(
     """
     check_measurable(run)
     transport, kernels, where = how_measured(run, pool.ranks)
+    graph = graph_column(run, rank_device(transport, pool.ranks))
     task = measure_serve if run.kind == "serve" else measure_batches
     records: list[RankRecord] = pool.run(task, run, progress=progress)
     row = run.identity("harness", transport, kernels)
@@ -74,7 +78,8 @@ def measure_run(
         )
     row |= {
         "environment": environment_json(pool.ranks, where),
-        "provenance": f"measured on {pool.ranks} {where}, {transport} transport, eager",
+        "cuda_graph": graph,
+        "provenance": f"measured on {pool.ranks} {where}, {transport} transport, {'CUDA graph' if graph == ON else 'eager'}",
         "output_error": records[0].output_error,
         "route_flips": records[0].route_flips,
     }

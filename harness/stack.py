@@ -30,7 +30,8 @@ from .worker import RankContext
 
 @dataclass(frozen=True, eq=False)
 class LayerInput:
-    """Arguments of MoELayer.forward on this rank; mine_n: the tokens of the step that they belong to."""
+    """Arguments of MoELayer.forward on this rank (and in dp the homes of all tokens, which it need not know); mine_n: the
+    tokens of the step that they belong to."""
 
     x: Tensor
     routes: Routes
@@ -63,12 +64,13 @@ class Stack:
         if context.ranks != run.ep_size:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
-        most = max_home_tokens(run)
+        self.most_rows = most = max_home_tokens(run)
         self.feed = self.make_feed()
         self.spec: DispatchSpec = replace(run.spec, hidden=self.feed.source.hidden)
         staged = stage_bytes_for(self.spec, most * context.ranks, context.ranks, most)
         named = run.cfg["transport"]
-        self.transport = open_transport(context, named["name"], staged, named.get("kernels", "torch"))
+        kernels = named.get("kernels", "torch")
+        self.transport = open_transport(context, named["name"], staged, kernels, self.fixed_bytes(most))
         self.device = torch.device(getattr(self.transport, "device", "cpu"))
         if self.device.type == "cuda" and self.scope == "full_model":
             raise UserError("scope=full_model is measured on CPU ranks only; set transport=shared, or scope=moe_layers")
@@ -87,6 +89,10 @@ class Stack:
             router,
             most,
         )
+
+    def fixed_bytes(self, most_rows: int) -> int:
+        """Of peer-readable memory that this stack keeps, with at most so many tokens at home on a rank."""
+        return 0
 
     def make_feed(self) -> Feed:
         """Where hidden states and weights come from. Collective."""
@@ -108,25 +114,36 @@ class Stack:
             x = x_TH if dp else x_TH * share
             returns_T = None if routed.returns_TL is None else routed.returns_TL[:, layer]
             x = x.to(self.device, self.dtype)
-            inputs.append(LayerInput(x, Routes(slots_Tk), None if dp else homes_T, mine_n, returns_T))
+            inputs.append(LayerInput(x, Routes(slots_Tk), homes_T, mine_n, returns_T))
         return inputs
 
     def forward(self, layer: int, given: LayerInput) -> LayerOutput:
-        return self.layers[layer].forward(given.x, given.routes, given.homes_T, returns_T=given.returns_T)
+        homes_T = None if self.spec.flow == "dp" else given.homes_T
+        return self.layers[layer].forward(given.x, given.routes, homes_T, returns_T=given.returns_T)
+
+    def prepare(self, inputs: list[LayerInput]) -> None:
+        """Make whatever inputs of these shapes need once. Collective."""
+
+    def timed(self, layer: int, given: LayerInput) -> tuple[int, LayerOutput | None]:
+        """(nanoseconds of one layer on this rank, what it gave)."""
+        start = perf_counter_ns()
+        output = self.forward(layer, given)
+        return perf_counter_ns() - start, output
 
     def execute(self, inputs: list[LayerInput], barrier_each_layer: bool) -> StepResult:
         """Run all layers once. The barrier before a timed piece is not part of it."""
+        self.prepare(inputs)
         self.timer.reset()
         self.transport.counter.reset()
-        layer_ns, outputs = [], []
+        layer_ns, outputs = [], []  # outputs are freed after the clock
         self.context.barrier()
         begin = perf_counter_ns()
         for layer, given in enumerate(inputs):
             if barrier_each_layer and layer:
                 self.context.barrier()
-            start = perf_counter_ns()
-            outputs.append(self.forward(layer, given))
-            layer_ns.append(perf_counter_ns() - start)
+            took_ns, output = self.timed(layer, given)
+            layer_ns.append(took_ns)
+            outputs.append(output)
         step_ns = perf_counter_ns() - begin
         counter = self.transport.counter
         return StepResult(layer_ns, self.timer.laps_ns, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
@@ -147,16 +164,18 @@ def max_home_tokens(run: Run) -> int:
     return capacity_of(most, ranks, run.recipe.home_cap if shuffled else 1.0)
 
 
-def open_transport(context: RankContext, name: str, stage_bytes: int = 0, kernels: str = "torch") -> Transport:
-    """The transport of this name, opened once a pool (again where it must stage more bytes). Collective."""
+def open_transport(
+    context: RankContext, name: str, stage_bytes: int = 0, kernels: str = "torch", fixed_bytes: int = 0
+) -> Transport:
+    """The transport of this name, opened once a pool (again where it must stage or keep more bytes). Collective."""
     if context.virtual is not None and name == "virtual":
         context.virtual.kernel_path = kernels
         return context.virtual
-    opened: dict[tuple[str, str], tuple[int, Transport]] = context.state.setdefault("transports", {})
-    reserved, transport = opened.get((name, kernels), (-1, None))
-    if transport is None or reserved < stage_bytes:
+    opened: dict[tuple[str, str], tuple[int, int, Transport]] = context.state.setdefault("transports", {})
+    staged, fixed, transport = opened.get((name, kernels), (-1, -1, None))
+    if transport is None or staged < stage_bytes or fixed < fixed_bytes:
         if transport is not None:
             transport.close()
-        transport = make_transport(name, None, stage_bytes, kernels)
-        opened[name, kernels] = stage_bytes, transport
+        transport = make_transport(name, None, stage_bytes, kernels, fixed_bytes)
+        opened[name, kernels] = stage_bytes, fixed_bytes, transport
     return transport

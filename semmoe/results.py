@@ -52,6 +52,7 @@ def _columns() -> dict[str, Column]:
         "run": Column("str", "name of the run (folder under results/runs)", True),
         "transport": Column("str", "collective, shared, virtual, symmetric; 'modelled' in the simulator", True),
         "kernel_path": Column("str", "torch (timed twin), triton, interpreter; 'cost_model' in the simulator", True),
+        "cuda_graph": Column("str", "harness: on (layers replayed from CUDA graphs), or off and why"),
         "commit": Column("str", "git commit of the code, '+' appended when the tree had changes"),
         "seed": Column("int", "seed of split, workload and policies", True),
         "repeat": Column("int", "number of the repeat, from 0", True),

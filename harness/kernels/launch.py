@@ -91,13 +91,17 @@ def launch_srs(
 ) -> tuple[Tensor, Tensor]:
     """(rows [counts[rank], H], int32 [W] rows pulled from each rank as the kernel counted them).
 
-    With a TokenRanking, whose counts stay on the device, the rows come as [T, H], undefined from counts[rank] on.
+    With a TokenRanking, whose counts stay on the device, the rows come as all of `out`, undefined from counts[rank] on: [T, H],
+    or out_NH, in which the caller has room for counts[rank].
 
     x_table_G: addresses of X [T, H], contiguous, dtype and width of like_TH. out_NH: where to write (rows beyond
     counts[rank] stay as they are), default a new tensor. barrier: wait for the peers inside the kernel.
     """
     ranks, hidden = len(x_table_G), like_TH.shape[1]
-    rows = plan.counts_G[rank] if isinstance(plan, ShufflePlan) else plan.tokens
+    if isinstance(plan, ShufflePlan):
+        rows = plan.counts_G[rank]
+    else:
+        rows = plan.tokens if out_NH is None else len(out_NH)
     out = like_TH.new_empty(rows, hidden) if out_NH is None else out_NH
     for tensor in (out,) if norm is None else (out, norm.out_NH):
         if len(tensor) < rows:

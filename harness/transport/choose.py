@@ -17,8 +17,9 @@ TRANSPORTS = ("collective", "shared", "symmetric", "virtual")
 STAGE_BYTES = 16 << 20  # the least that peer transports reserve
 
 
-def make_transport(name: str, group: Any, stage_bytes: int, kernels: str = "torch") -> Transport:
-    """A transport over a process group (None: all ranks). stage_bytes: what one operation of a rank may stage."""
+def make_transport(name: str, group: Any, stage_bytes: int, kernels: str = "torch", fixed_bytes: int = 0) -> Transport:
+    """A transport over a process group (None: all ranks). stage_bytes: what one operation of a rank may stage;
+    fixed_bytes: what captured layers keep in its memory."""
     if name not in TRANSPORTS:
         raise UserError(f"transport '{name}'{nearest(name, TRANSPORTS)}")
     stage_bytes = max(stage_bytes, STAGE_BYTES)
@@ -30,9 +31,11 @@ def make_transport(name: str, group: Any, stage_bytes: int, kernels: str = "torc
 
         return SharedTransport(group, stage_bytes=stage_bytes, kernel_path=kernels)
     if name == "symmetric":
+        from .peer_memory import aligned
+        from .staged import ARENA_BYTES
         from .symmetric import SymmetricTransport
 
-        return SymmetricTransport(group, stage_bytes=stage_bytes, kernel_path=kernels)
+        return SymmetricTransport(group, stage_bytes, ARENA_BYTES + aligned(fixed_bytes), kernels)
     if name == "virtual":
         raise UserError("virtual ranks live in one process; these ranks have one each")
     from .collective import CollectiveTransport

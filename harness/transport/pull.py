@@ -38,6 +38,7 @@ class PullTransport(RowTransport):
         if kernel_path not in KERNEL_PATHS:
             raise UserError(f"kernel_path '{kernel_path}'{nearest(kernel_path, KERNEL_PATHS)}")
         self.kernel_path = kernel_path
+        self._fixed: PeerBuffer | None = None
 
     def _publish_parts(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
         """Everybody's tensors, each in rank order, once all are there. Row shapes and dtypes agree; the number of rows
@@ -56,6 +57,16 @@ class PullTransport(RowTransport):
     def _lent(self, local: Tensor) -> tuple[list[Tensor], BarrierState | None]:
         """Everybody's lent buffer, of the same shape; see `_offer`."""
         raise NotImplementedError
+
+    def alloc(self, rows: int, cols: int, dtype: torch.dtype) -> PeerBuffer:
+        raise NotImplementedError
+
+    def fixed_memory(self, size: int) -> PeerBuffer:
+        """Bytes of every rank that stay where they are, for captured layers; one area, for one run after another.
+        Collective."""
+        if self._fixed is None or len(self._fixed.local) < size:
+            self._fixed = self.alloc(size, 1, torch.uint8)
+        return self._fixed
 
     def _publish(self, x: Tensor) -> list[Tensor]:
         return self._publish_parts([x])[0]

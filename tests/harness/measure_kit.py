@@ -38,6 +38,9 @@ PLUGINS = '''
 BASE = ("planned_folds=0", "ep_size=2", "workload.batch_tokens=48", "workload.max_batches=2", "measure.feed=random")
 
 
+BUILDER = RunBuilder()  # trace, split and fits are made once a test process
+
+
 def write_plugins(folder: Path) -> None:
     (folder / "measure_plugins.py").write_text(textwrap.dedent(PLUGINS))
 
@@ -48,4 +51,4 @@ def build(*overrides: str) -> Run:
     if "workload=serve" in overrides:
         keys |= {"workload.batch_tokens", "workload.max_batches"}
     (config,) = compose_all([*(b for b in BASE if b.split("=")[0] not in keys), *overrides])
-    return RunBuilder().build(config)
+    return BUILDER.build(config)
