@@ -150,20 +150,14 @@ class RowTransport:
 
     def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor:
         """All-gather back into original order: out[t] = rows of rank owner[t] at slot[t]; the same on every rank."""
-        gathered, got_G = self._gather(bytes_of(rows_NC), plan.counts_G)
-        self.counter.exchange(op, row_bytes(rows_NC), [len(rows_NC)] * self.ranks, got_G)
-        gathered = as_rows(gathered, rows_NC)
-        if plan.identity:
-            return gathered
-        out = torch.empty_like(gathered)
-        out[plan.perm_T] = gathered
-        return out
+        return self._sag([rows_NC], plan, [op])[0]
 
     def sag_with_ids(
         self, rows_NC: Tensor, ids_Nk: Tensor, plan: ShufflePlan, op: str = "sag"
     ) -> tuple[Tensor, Tensor]:
-        """SAG of the rows and of the int16 expert ids [n, k] of each token, counted as op "expert_ids"."""
-        return self.sag(rows_NC, plan, op), self.sag(ids_Nk, plan, op="expert_ids")
+        """SAG of the rows and of the int16 expert ids [n, k] of each token, in one exchange; ids count as "expert_ids"."""
+        out_TC, ids_Tk = self._sag([rows_NC, ids_Nk], plan, [op, "expert_ids"])
+        return out_TC, ids_Tk
 
     def dispatch(
         self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int
@@ -234,7 +228,7 @@ class RowTransport:
         counts = [n for (n,) in self._swap_sizes([[len(rows_NC)]] * self.ranks)] if counts_G is None else list(counts_G)
         width, meta_width = row_bytes(rows_NC), row_bytes(meta_NM)
         both = torch.cat([bytes_of(rows_NC), bytes_of(meta_NM)], dim=1)
-        got, got_G = self._gather(both, counts)
+        (got,), got_G = self._gather([both], counts)
         self.counter.exchange("dispatch", width, [len(rows_NC)] * self.ranks, got_G)
         away = self.ranks - 1
         self.counter.metadata(len(rows_NC) * away * meta_width, (sum(got_G) - len(rows_NC)) * meta_width)
@@ -255,15 +249,31 @@ class RowTransport:
 
     # Helpers.
 
-    def _gather(self, bytes_NB: Tensor, counts_G: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Rows of all ranks in rank order and how many came from each; own rows are copied, not sent."""
-        rows, width = bytes_NB.shape
-        away = [0 if d == self.rank else rows * width for d in range(self.ranks)]
-        inward = [0 if s == self.rank else n * width for s, n in enumerate(counts_G)]
-        got = self._all_to_all(bytes_NB.reshape(-1).repeat(self.ranks - 1), away, inward)
-        parts = list(got.view(-1, width).split([n // width for n in inward])) if width else []
-        parts[self.rank] = bytes_NB
-        return torch.cat(parts), [len(p) for p in parts]
+    def _sag(self, parts: Sequence[Tensor], plan: ShufflePlan, ops: Sequence[str]) -> list[Tensor]:
+        """Every part back in original order; one exchange brings them all."""
+        gathered, got_G = self._gather([bytes_of(part) for part in parts], plan.counts_G)
+        outs = []
+        for part, bytes_TB, op in zip(parts, gathered, ops, strict=True):
+            self.counter.exchange(op, row_bytes(part), [len(part)] * self.ranks, got_G)
+            rows_TC = as_rows(bytes_TB, part)
+            outs.append(rows_TC if plan.identity else rows_TC.index_select(0, plan.place_T))
+        return outs
+
+    def _gather(self, parts: Sequence[Tensor], counts_G: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        """Of every part (bytes [n, B], as many rows in each) the rows of all ranks in rank order, and how many rows came
+        from each. One exchange; own rows are copied, not sent."""
+        widths = [part.shape[1] for part in parts]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        rows_G = [0 if s == self.rank else n for s, n in enumerate(counts_G)]
+        away = [0 if d == self.rank else len(flat) for d in range(self.ranks)]
+        got = self._all_to_all(flat.repeat(self.ranks - 1), away, [n * sum(widths) for n in rows_G])
+        pieces = got.split([n * width for n in rows_G for width in widths])
+        gathered = []
+        for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
+            own_and_came = [p.view(n, width) for p, n in zip(pieces[i :: len(parts)], rows_G, strict=True)]
+            own_and_came[self.rank] = part
+            gathered.append(torch.cat(own_and_came))
+        return gathered, [len(part) for part in own_and_came]
 
     def _slots_all_to_all(self, places_GKB: Tensor) -> Tensor:
         """Equal splits; the own block stays. Returns [G * K, B] in order of the sending rank."""

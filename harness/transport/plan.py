@@ -54,6 +54,13 @@ class ShufflePlan:
     def starts_on_device_G(self) -> Tensor:
         return torch.tensor(self.starts_G, dtype=torch.int64, device=self.perm_T.device)
 
+    @cached_property
+    def place_T(self) -> Tensor:
+        """Where each token stands in rank order: the inverse of perm_T."""
+        place_T = torch.empty_like(self.perm_T)
+        place_T[self.perm_T] = torch.arange(len(self.perm_T), device=self.perm_T.device)
+        return place_T
+
     def mine_T(self, rank: int) -> Tensor:
         """The tokens that `rank` is home to, in its order."""
         return self.perm_T[self.starts_G[rank] : self.starts_G[rank] + self.counts_G[rank]]

@@ -104,7 +104,12 @@ class PullTransport(RowTransport):
         if self.kernel_path == "triton":
             out_TC, ids_Tk = self._sag_by_kernel([rows_NC, ids_Nk], plan, [op, "expert_ids"])
             return out_TC, ids_Tk
-        return super().sag_with_ids(rows_NC, ids_Nk, plan, op)
+        peers = self._publish_parts([rows_NC, ids_Nk])
+        (out_TC, pulled_G), (ids_Tk, _) = (shuffle.sag(peers_G, plan) for peers_G in peers)
+        self._release()
+        for part, name in ((rows_NC, op), (ids_Nk, "expert_ids")):
+            self.counter.exchange(name, row_bytes(part), [len(part)] * self.ranks, pulled_G)
+        return out_TC, ids_Tk
 
     def _sag_by_kernel(self, parts: list[Tensor], plan: ShufflePlan, ops: list[str]) -> list[Tensor]:
         """SAG of the rows and, in the same launch, of the ids beside them."""
@@ -123,11 +128,13 @@ class PullTransport(RowTransport):
             self.counter.exchange(op, row_bytes(part), [len(part)] * self.ranks, pulled_G)
         return [out_TC] if ids is None else [out_TC, ids.out_Tk]
 
-    def _gather(self, bytes_NB: Tensor, counts_G: Sequence[int]) -> tuple[Tensor, list[int]]:
-        parts = [peer[:n] for peer, n in zip(self._publish(bytes_NB), counts_G, strict=True)]
-        out = torch.cat(parts)
+    def _gather(self, parts: Sequence[Tensor], counts_G: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        pulled = [
+            [peer[:n] for peer, n in zip(peers_G, counts_G, strict=True)] for peers_G in self._publish_parts(parts)
+        ]
+        gathered = [torch.cat(rows_G) for rows_G in pulled]
         self._release()
-        return out, [len(p) for p in parts]
+        return gathered, [len(rows) for rows in pulled[0]]
 
     def _reduce_scatter(self, chunks_G: list[Tensor]) -> Tensor:
         flat = torch.cat(chunks_G)

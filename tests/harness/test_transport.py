@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_processes import rank_processes, transport_of
 
-from harness.transport.base import EMPTY_SLOT, Transport
+from harness.transport.base import EMPTY_SLOT, RowTransport, Transport
 from harness.transport.codec import bytes_of, decode, encode, torch_dtype
 from harness.transport.plan import ShufflePlan
 from harness.transport.staged import stage_bytes_for
@@ -127,6 +128,31 @@ def test_shared_memory_without_a_barrier_or_a_second_area_is_seen_to_fail(fault:
     """Negative control of the tests above: each guard is needed, and its absence shows."""
     assert sum(rank_processes().run(faulty, "none", 6)) == 0
     assert sum(rank_processes().run(faulty, fault, 6)) > 0
+
+
+class OneOfTwo(RowTransport):
+    """Rank 0 of two ranks, the other of which sends `came` whatever it gets."""
+
+    def __init__(self, came: torch.Tensor) -> None:
+        super().__init__(0, 2)
+        self.came, self.exchanges = came, 0
+
+    def _all_to_all(self, flat: torch.Tensor, send_bytes_G: Any, receive_bytes_G: Any) -> torch.Tensor:
+        self.exchanges += 1
+        assert list(receive_bytes_G) == [0, len(self.came)] and sum(send_bytes_G) == len(flat)
+        return self.came
+
+
+def test_expert_ids_travel_in_the_exchange_of_their_rows() -> None:
+    rows_TC, ids_Tk = torch.arange(12.0).view(3, 4), torch.arange(6, dtype=torch.int16).view(3, 2)
+    plan = ShufflePlan.from_homes(np.array([1, 0, 1]), 2)
+    came = torch.cat([bytes_of(x[plan.mine_T(1)]).view(-1) for x in (rows_TC, ids_Tk)])
+    transport = OneOfTwo(came)
+    transport.counter.start_layer()
+    got = transport.sag_with_ids(rows_TC[plan.mine_T(0)], ids_Tk[plan.mine_T(0)], plan)
+    assert transport.exchanges == 1
+    assert torch.equal(got[0], rows_TC) and torch.equal(got[1], ids_Tk)
+    assert [(o.op, o.received_G) for o in transport.counter.now.operations] == [("sag", [1, 2]), ("expert_ids", [1, 2])]
 
 
 def test_sums_are_equal_to_the_bit_on_every_rank() -> None:

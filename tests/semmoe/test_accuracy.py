@@ -12,7 +12,7 @@ from semmoe.accuracy import main as accuracy_main
 from semmoe.compare import compare
 from semmoe.errors import UserError
 from semmoe.rank_order import document as order_document
-from semmoe.rank_order import rank_order, summary
+from semmoe.rank_order import median_interval, rank_order, summary
 from semmoe.results import write_row
 from tests.semmoe.compare_rows import measured, row
 
@@ -95,6 +95,25 @@ def test_rank_order_decides_by_paired_differences_and_tells_agreeing_and_opposit
     line = next(line for line in text.splitlines() if line.startswith("| 4, 5 |"))
     assert "DISAGREES" in line and "| -25.0 | DISAGREES" in line
     assert "undecided" in next(line for line in text.splitlines() if line.startswith("| 1, 2 |"))
+
+
+def test_intervals_of_the_median_are_of_the_estimate_and_tell_pairs_apart_that_the_range_does_not(tmp_path):
+    assert median_interval([3.0, 1.0, 2.0, 4.0, 6.0, 5.0]) == (1.0, 6.0), "2 / 2^6 outside"
+    assert all(np.isnan(median_interval([1.0, 2.0, 3.0, 4.0, 5.0]))), "2 / 2^5 is more than 5 %"
+    assert median_interval(range(1, 17)) == (4, 13)
+    rows = []
+    for i in range(6):
+        each = [10.0 + i + x for x in (-20.0, *np.linspace(-0.1, 0.1, 14), 20.0)]
+        rows += [
+            row(config=str(i), layer_ms=1.0 + i % 5, placement=f"p{i}"),
+            *measured(str(i), each, placement=f"p{i}"),
+        ]
+    comparison = written(tmp_path, *rows)
+    _, found = rank_order(comparison)
+    assert [abs(one.separate) for one in found] == [1] * 15, "single repeats 20 ms off do not widen it"
+    assert "intervals of the median overlap in 0; of the other 15, 10 agree and 4 disagree" in summary(found)
+    text = order_document(comparison, "make rank-order")
+    assert "| 10.000 | 9.931 to 10.069 | -10.000 to 30.000 | 1.000 |" in text
 
 
 def test_policies_that_differ_by_noise_alone_are_not_decided(tmp_path):
