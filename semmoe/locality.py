@@ -36,7 +36,7 @@ class LocalityMeter:
         self._counted_L = np.zeros(num_layers, dtype=np.int64)
 
     def add(self, traffic: Traffic, steps: int = 1) -> None:
-        """Count a step, or several of as many tokens, whose layers follow each other in the traffic."""
+        """Count a step, or several, whose layers follow each other in the traffic."""
 
         def over_steps(values: NDArray[Any]) -> NDArray[Any]:
             return values if steps == 1 else values.reshape(steps, -1, *values.shape[1:]).sum(axis=0)
@@ -51,7 +51,7 @@ class LocalityMeter:
             self.rank_pairs_LGG = self.rank_pairs_LGG + over_steps(traffic.rank_pairs_LGG)
         self.homes_LG = self.homes_LG + over_steps(traffic.homes_LG)
         self.rows_LG = self.rows_LG + over_steps(traffic.expert_rows_LG)
-        self.tokens += traffic.tokens * steps
+        self.tokens += traffic.tokens
         self.steps += steps
         mean_L = total(traffic.expert_rows_LG) / traffic.ep_size
         busy = mean_L > 0

@@ -1,8 +1,8 @@
 """Counting routes: from the experts (or slots) and homes of tokens to the numbers that Traffic holds, in one pass.
 
 Routes are rows of a trace, read where they lie: token t is row rows_T[t] of routes_NLk, and the id that it holds there, of
-an expert or of a slot, is served by rank rank_LX[layer, id]. Several decode steps are counted at once as one step of
-steps * L layers: token t belongs to step t % steps.
+an expert or of a slot, is served by rank rank_LX[layer, id]. Several steps are counted at once as one of steps * L layers:
+token t belongs to step step_T[t].
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ def count_pairs(
     rank_LX: NDArray[np.integer],
     homes_TH: NDArray[np.integer],
     ep_size: int,
+    step_T: NDArray[np.int64] | None = None,
     steps: int = 1,
 ) -> Counts:
-    """homes_TH: home of each token, [T, L], or [T, 1] where it is the same in all layers."""
+    """homes_TH: home of each token, [T, L], or [T, 1] where it is the same in all layers. step_T None: one step."""
     homes = np.ascontiguousarray(homes_TH, dtype=np.int64)
     ranks = np.ascontiguousarray(rank_LX, dtype=np.uint16)
-    return Counts(*_count(routes_NLk, np.ascontiguousarray(rows_T, dtype=np.int64), ranks, homes, ep_size, steps))
+    rows = np.ascontiguousarray(rows_T, dtype=np.int64)
+    step_T = np.zeros(len(rows), dtype=np.int64) if step_T is None else step_T
+    return Counts(*_count(routes_NLk, rows, ranks, homes, step_T, ep_size, steps))
 
 
 def rank_of_slots(layers: int, num_slots: int, ep_size: int) -> NDArray[np.uint16]:
@@ -48,15 +51,15 @@ def rank_of_slots(layers: int, num_slots: int, ep_size: int) -> NDArray[np.uint1
 
 
 @numba.njit(cache=True)
-def _count(routes_NLk, rows_T, rank_LX, homes_TH, ep_size, steps):  # type: ignore[no-untyped-def]
+def _count(routes_NLk, rows_T, rank_LX, homes_TH, step_T, ep_size, steps):  # type: ignore[no-untyped-def]
     layers, k = routes_NLk.shape[1:]
     pairs = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
     distinct = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
     used = np.zeros((steps * layers, rank_LX.shape[1]), dtype=np.uint8)
     if ep_size <= OCTET:
-        _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used)
+        _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
     else:
-        _count_many(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used)
+        _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
     homes = np.zeros((steps * layers, ep_size), dtype=np.int64)
     rows, active = np.zeros_like(homes), np.zeros_like(homes)
     for i in range(steps * layers):
@@ -72,7 +75,7 @@ def _count(routes_NLk, rows_T, rank_LX, homes_TH, ep_size, steps):  # type: igno
 
 
 @numba.njit(cache=True)
-def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used):  # type: ignore[no-untyped-def]
+def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used):  # type: ignore[no-untyped-def]
     """Up to eight ranks: byte d of a word counts a token's assignments to rank d (k < 256), 16-bit lanes add them up.
 
     Worked example, experts on ranks 2, 0, 2: total = 0x020001 and once = 0x010001; even bytes go into lanes 0 and 1 of the
@@ -86,11 +89,11 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, 
     for layer in range(layers):
         for x in range(rank_LX.shape[1]):
             word_LX[layer, x] = one << (eight * np.uint64(rank_LX[layer, x]))
-    lanes = np.zeros((steps * layers, ranks, 4), dtype=np.uint64)
+    lanes = np.zeros((len(pairs), ranks, 4), dtype=np.uint64)
     block = 0xFFFF // k
     for begin in range(0, len(rows_T), block):
         for t in range(begin, min(begin + block, len(rows_T))):
-            row, first = rows_T[t], t % steps * layers
+            row, first = rows_T[t], step_T[t] * layers
             for layer in range(layers):
                 home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
                 at = np.uint64(first + layer)  # unsigned: no test for a negative index
@@ -105,7 +108,7 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, 
                 lanes[at, home, 1] += (total >> eight) & bytes_02
                 lanes[at, home, 2] += once & bytes_02
                 lanes[at, home, 3] += (once >> eight) & bytes_02
-        for i in range(steps * layers):
+        for i in range(len(pairs)):
             for s in range(ranks):
                 if not lanes[i, s, 2] | lanes[i, s, 3]:  # no token is at home there
                     continue
@@ -117,12 +120,12 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, 
 
 
 @numba.njit(cache=True)
-def _count_many(routes_NLk, rows_T, rank_LX, homes_TH, steps, pairs, distinct, used):  # type: ignore[no-untyped-def]
+def _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used):  # type: ignore[no-untyped-def]
     """Any number of ranks: a rank is new to a token where its stamp is another token's."""
     layers, k = routes_NLk.shape[1:]
     seen, stamp = np.zeros(pairs.shape[1], dtype=np.int64), 0
     for t in range(len(rows_T)):
-        row, first = rows_T[t], t % steps * layers
+        row, first = rows_T[t], step_T[t] * layers
         for layer in range(layers):
             home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
             i = np.uint64(first + layer)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from .errors import UserError
 from .kv_store import KvStore
 from .schedule.base import RankStates, RequestScheduler, assign_all
-from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, TokenRows
+from .stepplan import DECODE, PREFILL, Request, ServingLimits, StepPlan, Stretch, TokenRows
 
-__all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "StepPlan", "TokenRows"]
+__all__ = ["DECODE", "PREFILL", "Request", "ServingLimits", "ServingLoop", "StepPlan", "Stretch", "TokenRows"]
 
 
 Known = Callable[[Request], NDArray[np.int64] | None]  # of a request: see ServingLoop
@@ -210,11 +210,12 @@ class ServingLoop:
             raise RuntimeError(f"step {step.index} is not in flight")
         if not duration_ms >= 0:
             raise ValueError(f"duration_ms={duration_ms} must be a number >= 0")
-        self._finish(step, self._step_start_ms + duration_ms, finished)
+        # requests may have arrived meanwhile
+        self._finish(step, max(self._now_ms, self._step_start_ms + duration_ms), finished)
 
     def _finish(self, step: StepPlan, end_ms: float, finished: Iterable[int] = ()) -> None:
         self._in_flight = None
-        self._now_ms = max(self._now_ms, end_ms)  # requests may have arrived meanwhile
+        self._now_ms = max(self._now_ms, end_ms)
         ids, early = step.request_N, set(finished)
         computed_N = step.start_N + step.count_N
         self.computed_R[ids] = computed_N
@@ -229,17 +230,20 @@ class ServingLoop:
         self.produced_R[sampled] = made_n
         last_ms = self.last_token_ms_R[sampled]
         first = np.isnan(last_ms)
-        self._gaps_ms.append(self._now_ms - last_ms[~first])
-        self.last_token_ms_R[sampled] = self._now_ms
-        self.first_token_ms_R[sampled[first]] = self._now_ms
+        self._gaps_ms.append(end_ms - last_ms[~first])
+        self.last_token_ms_R[sampled] = end_ms
+        self.first_token_ms_R[sampled[first]] = end_ms
         over = sampled[made_n >= self.output_R[sampled]].tolist()
         for request in over + [r for r in early if r not in over and r in sampled]:
-            self.queues[int(self.rank_R[request])].running.remove(request)
-            self._steady = None
-            if not self.hold_kv:
-                self._free_kv(request)
-            self.finish_ms_R[request] = self._now_ms
-            self._unfinished -= 1
+            self._end(request, end_ms)
+
+    def _end(self, request: int, end_ms: float) -> None:
+        self.queues[int(self.rank_R[request])].running.remove(request)
+        self._steady = None
+        if not self.hold_kv:
+            self._free_kv(request)
+        self.finish_ms_R[request] = end_ms
+        self._unfinished -= 1
 
     @property
     def pending(self) -> bool:
@@ -253,34 +257,46 @@ class ServingLoop:
             self._arrived += 1
         return float(self.arrival_ms_R[order_R[self._arrived]]) if self._arrived < len(order_R) else np.inf
 
-    def steady_steps(self) -> int:
-        """How often the step in flight comes again, one position on each time and itself counted, unless requests or KV
-        arrive: every running request decodes, until the first one ends or a rank has no room."""
-        steady = self._steady
-        if steady is None or self._in_flight is None or self.kv.caching:
-            return 1
-        ids, busy_G = steady.request_N, np.maximum(steady.count_G, 1)
-        left = int((self.output_R[ids] - self.produced_R[ids]).min())
-        rooms_G = np.where(steady.count_G, (self.limits.kv_tokens - self.kv.used_G) // busy_G, left)
-        return max(min(left, int(rooms_G.min())), 1)
+    def stretch(self, most: int) -> Stretch:
+        """The step in flight and those that follow it unless requests or KV arrive, `most` in all: as long as every
+        running request decodes and all of them have room."""
+        step = self._in_flight
+        assert step is not None
+        ids = np.array([request for queue in self.queues for request in queue.running], dtype=np.int64)
+        next_N = self.prompt_R[ids] + self.produced_R[ids]  # computed tokens, once the step is over
+        left_N = self.output_R[ids] - self.produced_R[ids] - 1
+        whole = len(ids) == len(step.request_N) and int(next_N.sum()) == int(step.kv_len_N.sum())
+        if not whole or self.kv.caching or any(queue.waiting for queue in self.queues):
+            most = 1
+        rank_N, queues = self.rank_R[ids], len(self.queues)
+        free_G = (
+            self.limits.kv_tokens - self.kv.used_G - np.bincount(step.rank_N, step.count_N, queues).astype(np.int64)
+        )
+        room_G = free_G // np.maximum(np.bincount(rank_N[left_N > 0], minlength=queues), 1)
+        count_N = np.minimum(left_N, max(min(most - 1, int(room_G.min())), 0))
+        kept = count_N > 0
+        ids, count_N = ids[kept], count_N[kept]
+        phase_N = np.full(len(ids), DECODE, dtype=np.int64)
+        return Stretch(step, StepPlan(step.index + 1, rank_N[kept], ids, phase_N, next_N[kept], count_N))
 
-    def complete_steady(self, step: StepPlan, end_ms_S: Sequence[float]) -> None:
-        """The step was repeated len(end_ms_S) <= steady_steps() times, which ended at these times: as many calls of
-        next_step and complete at once."""
-        *before, last_ms = end_ms_S
-        if before:
-            ids, steady = step.request_N, self._steady
-            assert steady is not None and self._in_flight is step
-            repeats = len(before)
-            self.computed_R[ids] += repeats
-            self.produced_R[ids] += repeats
-            self.kv.used_G += repeats * steady.count_G
-            self._gaps_ms.append(before[0] - self.last_token_ms_R[ids])
-            self._gaps_ms.append(np.repeat(np.diff(before), len(ids)))
-            self.last_token_ms_R[ids] = before[-1]
-            self.steps += repeats
-            step = step.later(repeats)
-        self._finish(step, last_ms)
+    def complete_stretch(self, stretch: Stretch, end_ms_S: Sequence[float]) -> None:
+        """Its first steps took place and ended at these times: as many calls of next_step and complete at once."""
+        self._finish(stretch.first, end_ms_S[0])
+        later, ids, end_ms = len(end_ms_S) - 1, stretch.rest.request_N, np.asarray(end_ms_S)
+        if not later:
+            return
+        done_N = np.minimum(stretch.rest.count_N, later)
+        self.steps += later
+        self._now_ms = max(self._now_ms, end_ms_S[-1])
+        self.computed_R[ids] += done_N
+        self.produced_R[ids] += done_N
+        self.kv.used_G += np.bincount(stretch.rest.rank_N, done_N, len(self.queues)).astype(np.int64)
+        gaps_ms, step_T = np.diff(end_ms), stretch.later_T[1]
+        self._gaps_ms.append(gaps_ms[step_T[step_T <= later] - 1])
+        self.last_token_ms_R[ids] = end_ms[done_N]
+        over = ids[self.produced_R[ids] >= self.output_R[ids]]
+        for request in over[np.argsort(self.last_token_ms_R[over], kind="stable")].tolist():
+            self._end(request, self.last_token_ms_R[request])
 
     def _steady_after(self, plan: StepPlan) -> _Steady | None:
         """The plan as what to repeat, where it holds all that there is to do and all of it decodes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,11 +104,6 @@ class StepPlan:
     def kv_len_N(self) -> NDArray[np.int64]:
         return self.start_N + self.count_N
 
-    def later(self, steps: int) -> StepPlan:
-        """The same entries so many decode steps later."""
-        later_N = self.start_N + steps
-        return StepPlan(self.index + steps, self.rank_N, self.request_N, self.phase_N, later_N, self.count_N)
-
     def token_rows(self, tokens: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(trace row, queue) of every token of the step, in entry order."""
         total = self.num_tokens
@@ -118,3 +114,51 @@ class StepPlan:
         position_T = np.repeat(self.start_N - first, self.count_N) + np.arange(total)
         period_T = np.repeat(tokens.period_R[self.request_N], self.count_N)
         return np.repeat(begin_N, self.count_N) + position_T % period_T, queue_T
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Steps that follow each other while nothing arrives. After the `first` all requests decode, one token a step, until
+    they end: `rest` is these steps as one plan, whose entry i decodes count_N[i] tokens from position start_N[i] on.
+
+    Worked example: a prompt of 8 tokens with 3 output tokens beside a request that has 2 output tokens to go. first: 8
+    tokens and 1; rest: counts 2 and 1, so the steps after the first hold 2 tokens and 1.
+    """
+
+    first: StepPlan
+    rest: StepPlan
+
+    @property
+    def steps(self) -> int:
+        return 1 + int(self.rest.count_N.max(initial=0))
+
+    @cached_property
+    def later_T(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(entry of `rest`, step from 1 on) of every token after the first step."""
+        count_N = self.rest.count_N
+        entry_T = np.repeat(np.arange(len(count_N)), count_N)
+        return entry_T, 1 + np.arange(len(entry_T)) - (np.cumsum(count_N) - count_N)[entry_T]
+
+    def tokens_SG(self, queues: int) -> NDArray[np.int64]:
+        """Tokens of every step on every queue."""
+        entry_T, step_T = self.later_T
+        tokens_SG = np.bincount(step_T * queues + self.rest.rank_N[entry_T], minlength=self.steps * queues)
+        tokens_SG[:queues] = np.bincount(self.first.rank_N, weights=self.first.count_N, minlength=queues)
+        return tokens_SG.reshape(-1, queues)
+
+    def token_rows(self, tokens: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(trace row, queue, step from 0 on) of every token."""
+        (row_T, queue_T), (later_row_T, later_queue_T) = self.first.token_rows(tokens), self.rest.token_rows(tokens)
+        step_T = np.concatenate([np.zeros(len(row_T), np.int64), self.later_T[1]])
+        return np.concatenate([row_T, later_row_T]), np.concatenate([queue_T, later_queue_T]), step_T
+
+    def plans(self, steps: int) -> Iterator[StepPlan]:
+        """The plans of the first `steps`."""
+        yield self.first
+        rest = self.rest
+        for later in range(steps - 1):
+            goes_on = rest.count_N > later
+            rank_N, request_N, phase_N, start_N = (
+                column_N[goes_on] for column_N in (rest.rank_N, rest.request_N, rest.phase_N, rest.start_N)
+            )
+            yield StepPlan(rest.index + later, rank_N, request_N, phase_N, start_N + later, np.ones_like(start_N))

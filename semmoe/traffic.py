@@ -51,15 +51,15 @@ class Traffic:
     def ep_size(self) -> int:
         return self.homes_LG.shape[1]
 
-    def cut(self, layers: slice) -> Traffic:
-        """Pairs and rows of some layers, without collectives."""
+    def cut(self, layers: slice, tokens: int) -> Traffic:
+        """Pairs and rows of some layers, of so many tokens, without collectives."""
         return Traffic(
             self.homes_LG[layers],
             self.assignment_pairs_LGG[layers],
             self.rank_pairs_LGG[layers],
             self.expert_rows_LG[layers],
             self.active_experts_LG[layers],
-            tokens=self.tokens,
+            tokens=tokens,
         )
 
     @cached_property
@@ -180,12 +180,13 @@ def count_trace_rows(
     placement: Placement,
     spec: DispatchSpec,
     wiring: Wiring | None = None,
+    step_T: NDArray[np.int64] | None = None,
     steps: int = 1,
 ) -> Traffic:
     """What count_traffic says of rows of a trace with one home a token, straight from the trace: on one node without
     replicas, or over many ranks (`wiring.wide`) with the replicas that replica_router.Local takes.
 
-    steps: as many steps, token t in step t % steps, as one of steps * L layers (one node).
+    steps: as many steps, token t in step step_T[t], as one of steps * L layers (one node).
     """
     if wiring is not None and wiring.wide:
         from .wide import count_wide
@@ -193,8 +194,8 @@ def count_trace_rows(
         tables = placement.logical_to_physical_LEX, placement.replicas_LE
         sizes = placement.ep_size, placement.num_slots
         return count_wide(experts_NLk, rows_T, homes_T[:, None], *tables, *sizes, spec, wiring)
-    counts = count_pairs(experts_NLk, rows_T, placement.rank_LE, homes_T[:, None], placement.ep_size, steps)
-    return with_collectives(Traffic(*counts, tokens=len(rows_T) // steps), spec)
+    counts = count_pairs(experts_NLk, rows_T, placement.rank_LE, homes_T[:, None], placement.ep_size, step_T, steps)
+    return with_collectives(Traffic(*counts, tokens=len(rows_T)), spec)
 
 
 def rehomed(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
-from semmoe.serving import Request, ServingLoop, StepPlan, TokenRows
+from semmoe.serving import Request, ServingLoop, StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, with_collectives
 
 from .cost.attention import AttentionLoad
@@ -30,7 +30,7 @@ from .traffic_source import TracedTraffic, TrafficSource
 
 Float = NDArray[np.float64]
 Event = Generator[Any, Any, None]
-MOST_AHEAD = 64  # decode steps priced at once
+MOST_AHEAD = 64  # steps priced at once
 
 
 @dataclass(eq=False)
@@ -62,8 +62,8 @@ class Timer(Protocol):
 
     timeline: Timeline
 
-    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> Sequence[LayerTimes]:
-        """Times of a step and of at most `most - 1` repetitions of it, each one position on."""
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[LayerTimes]:
+        """Times of its first steps, one at least."""
         ...
 
     def keep(self, steps: int) -> None:
@@ -92,7 +92,7 @@ class StepTimer:
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
         plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
         self._can_run_ahead = plain and not overlap
-        self._ahead: tuple[StepPlan, Traffic, list[LayerTimes], int] | None = None
+        self._ahead: tuple[Stretch, Traffic, list[LayerTimes], int] | None = None
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
@@ -107,35 +107,36 @@ class StepTimer:
         self.timeline.steps.append(time_layers(self.cost, traffic, load, self.barrier_each_layer))
         return traffic
 
-    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> Sequence[LayerTimes]:
-        """The first of several steps whose requests all decode are priced in one go, where homes and slots of a token
-        depend on nothing but its request and its experts (flow dp without replicas, one node)."""
-        steps = min(most, MOST_AHEAD)
-        if steps <= 1 or not self._can_run_ahead:
-            return [self.run_plan(step, tokens, queues)]
-        traffic = self.source.of_steps(step, tokens, steps)
-        load = AttentionLoad.ahead(step, queues, steps) if self.full_model else None
-        self._ahead = step, traffic, time_steps(self.cost, traffic, steps, load), queues
-        return self._ahead[2]
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[LayerTimes]:
+        """All steps are priced in one go, where homes and slots of a token depend on nothing but its request and its
+        experts (flow dp without replicas, one node)."""
+        if stretch.steps == 1 or not self._can_run_ahead:
+            return [self.run_plan(stretch.first, tokens, queues)]
+        traffic = self.source.of_stretch(stretch, tokens)
+        load = AttentionLoad.of_stretch(stretch, queues) if self.full_model else None
+        times = time_steps(self.cost, traffic, stretch.tokens_SG(queues).sum(axis=1), load)
+        self._ahead = stretch, traffic, times, queues
+        return times
 
     def keep(self, steps: int) -> None:
         """Count and record the first `steps` of what run_ahead priced last."""
         if self._ahead is None:
             return
-        (step, traffic, times, queues), self._ahead = self._ahead, None
-        layers = traffic.num_layers // len(times)
+        (stretch, traffic, times, queues), self._ahead = self._ahead, None
+        layers, tokens_SG = traffic.num_layers // len(times), stretch.tokens_SG(queues)
 
         def part(first: int, last: int) -> Traffic:
             if last - first == len(times):
                 return traffic
-            return with_collectives(traffic.cut(slice(first * layers, last * layers)), self.cost.spec)
+            cut = traffic.cut(slice(first * layers, last * layers), int(tokens_SG[first:last].sum()))
+            return with_collectives(cut, self.cost.spec)
 
         self.timeline.meter.add(part(0, steps), steps)
         room = max(self.timeline.keep_traffic - len(self.timeline.traffic), 0)
         self.timeline.traffic += [part(s, s + 1) for s in range(min(steps, room))]
         self.timeline.steps += times[:steps]
-        self.timeline.plans += [step.later(s) for s in range(steps)]
-        self.timeline.idle_rank_steps += steps * (queues - len(np.unique(step.rank_N)))
+        self.timeline.plans += stretch.plans(steps)
+        self.timeline.idle_rank_steps += int((tokens_SG[:steps] == 0).sum())
 
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
         """One forward pass of a StepPlan."""
@@ -191,7 +192,8 @@ class Server:
                 yield self._work
                 continue
             ends_ms: list[float] = []
-            ahead = self.timer.run_ahead(step, self.loop.tokens, len(self.loop.queues), self._likely_steps())
+            stretch = self.loop.stretch(self._likely_steps())
+            ahead = self.timer.run_ahead(stretch, self.loop.tokens, len(self.loop.queues))
             for times in ahead:
                 self.timer.timeline.start_ms.append(float(self.env.now))
                 yield self.env.timeout(times.step_ms)
@@ -200,16 +202,15 @@ class Server:
                     break
             self.timer.keep(len(ends_ms))
             self._step_ms = ahead[-1].step_ms
-            self.loop.complete_steady(step, ends_ms)
+            self.loop.complete_stretch(stretch, ends_ms)
             self.after_step()
 
     def _likely_steps(self) -> int:
-        """Repetitions of the step in flight that end before the next arrival, if they last as long as the step before:
-        more would be priced in vain."""
-        steps, gap_ms = self.loop.steady_steps(), self.loop.next_arrival_ms() - self.env.now
-        if steps == 1 or not (0 < gap_ms < steps * self._step_ms):  # an arrival in the past is with another loop
-            return steps
-        return min(int(gap_ms / self._step_ms) + 1, steps)
+        """Steps that end before the next arrival, if they last as long as the step before: more would be priced in vain."""
+        gap_ms = self.loop.next_arrival_ms() - self.env.now
+        if not 0 < gap_ms < MOST_AHEAD * self._step_ms:  # an arrival in the past is with another loop
+            return MOST_AHEAD
+        return min(int(gap_ms / self._step_ms) + 1, MOST_AHEAD)
 
 
 def arrivals(env: simpy.Environment, requests: Iterable[Request], submit: Callable[[Request], None]) -> Event:

@@ -41,20 +41,24 @@ def time_layers(
     """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time.
 
     barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step."""
-    return time_steps(cost, traffic, 1, load, barrier_each_layer)[0]
+    return time_steps(cost, traffic, np.array([traffic.tokens]), load, barrier_each_layer)[0]
 
 
 def time_steps(
-    cost: CostModel, traffic: Traffic, steps: int, load: AttentionLoad | None = None, barrier_each_layer: bool = False
+    cost: CostModel,
+    traffic: Traffic,
+    tokens_S: NDArray[np.integer],
+    load: AttentionLoad | None = None,
+    barrier_each_layer: bool = False,
 ) -> list[LayerTimes]:
-    """Price S forward passes at once, as one of S * L layers. load: of [S, G] (or [G] where S = 1)."""
-    layers = traffic.num_layers
+    """Price S forward passes of so many tokens at once, as one of S * L layers. load: of [S, G] (or [G] where S = 1)."""
+    layers, steps = traffic.num_layers, len(tokens_S)
     if not traffic.tokens:
         return [LayerTimes({}, 0.0, 0.0, np.zeros(layers // steps)) for _ in range(steps)]
     phases = {"gate": cost.gate(traffic), "permute": cost.permute(traffic)}
-    plan_ms = cost.plan(traffic.tokens)
-    if plan_ms:
-        phases["plan"] = np.full(layers, plan_ms)
+    plan_ms_S = [cost.plan(tokens) for tokens in tokens_S.tolist()]
+    if any(plan_ms_S):
+        phases["plan"] = np.repeat(plan_ms_S, layers // steps)
     phases["experts"] = cost.experts(traffic.expert_rows_LG, traffic.active_experts_LG)
     phases |= cost.collectives(traffic)
     attention_S = outside_S = np.zeros(steps)

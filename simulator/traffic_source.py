@@ -22,7 +22,8 @@ from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
 from semmoe.replica_router import Local
-from semmoe.stepplan import StepPlan, TokenRows
+from semmoe.route_counts import Counts
+from semmoe.stepplan import StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, count_trace_rows, count_traffic, with_collectives
 from semmoe.wiring import Wiring
 
@@ -38,9 +39,8 @@ class TrafficSource(Protocol):
 
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic: ...
 
-    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
-        """`steps` decode steps of the same requests, each one position on, as one step of steps * L layers (flow dp,
-        without replicas, one node)."""
+    def of_stretch(self, stretch: Stretch, tokens: TokenRows) -> Traffic:
+        """Its S steps as one of S * L layers (flow dp, without replicas, one node)."""
         ...
 
 
@@ -64,17 +64,19 @@ class TracedTraffic:
     def of_plan(self, step: StepPlan, tokens: TokenRows) -> Traffic:
         return self.of_rows(*step.token_rows(tokens))
 
-    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
-        position_NS = step.start_N[:, None] + np.arange(steps)
-        if tokens.period_R is not None:
-            position_NS %= tokens.period_R[step.request_N][:, None]
-        rows_T = (tokens.start_R[step.request_N][:, None] + position_NS).ravel()
-        return self._of_trace(rows_T, np.repeat(step.rank_N, steps), steps)
+    def of_stretch(self, stretch: Stretch, tokens: TokenRows) -> Traffic:
+        return self._of_trace(*stretch.token_rows(tokens), stretch.steps)
 
-    def _of_trace(self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer], steps: int = 1) -> Traffic:
+    def _of_trace(
+        self,
+        rows_T: NDArray[np.int64],
+        queue_T: NDArray[np.integer],
+        step_T: NDArray[np.int64] | None = None,
+        steps: int = 1,
+    ) -> Traffic:
         planner = self.planner
         routes = planner.trace.experts_TLk
-        return count_trace_rows(routes, rows_T, queue_T, planner.placement, self.spec, self.wiring, steps)
+        return count_trace_rows(routes, rows_T, queue_T, planner.placement, self.spec, self.wiring, step_T, steps)
 
 
 class ExpectedTraffic:
@@ -121,23 +123,27 @@ class ExpectedTraffic:
         tokens_G = np.bincount(step.rank_N, weights=step.count_N, minlength=self.ranks) if self._dp else None
         return self._expected(step.num_tokens, tokens_G)
 
-    def of_steps(self, step: StepPlan, tokens: TokenRows, steps: int) -> Traffic:
-        one = self.of_plan(step, tokens)
-
-        def tiled(values: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.tile(values, (steps, *(1,) * (values.ndim - 1)))
-
-        many = Traffic(
-            tiled(one.homes_LG),
-            tiled(one.assignment_pairs_LGG),
-            tiled(one.rank_pairs_LGG),
-            tiled(one.expert_rows_LG),
-            tiled(one.active_experts_LG),
-            tokens=one.tokens,
+    def of_stretch(self, stretch: Stretch, tokens: TokenRows) -> Traffic:
+        tokens_SG = stretch.tokens_SG(self.ranks)
+        changes_S = np.append(True, (tokens_SG[1:] != tokens_SG[:-1]).any(axis=1))  # most steps are as the one before
+        each = [self._counts(int(tokens_G.sum()), tokens_G) for tokens_G in tokens_SG[changes_S]]
+        repeats = np.diff(np.append(np.flatnonzero(changes_S), len(tokens_SG))).tolist()
+        joined = (
+            np.concatenate([part for part, times in zip(parts, repeats, strict=True) for _ in range(times)])
+            for parts in zip(*each, strict=True)
         )
-        return with_collectives(many, self.spec)
+        return with_collectives(Traffic(*Counts(*joined), tokens=int(tokens_SG.sum())), self.spec)
 
     def _expected(self, tokens: int, tokens_G: NDArray[np.number] | None) -> Traffic:
+        counts = self._counts(tokens, tokens_G)
+        traffic, homes_LS = Traffic(*counts, tokens=tokens), counts.homes_LG
+        if self.wiring.nodes == 1 or self._homeless:
+            return with_collectives(traffic, self.spec)
+        everywhere = np.repeat(homes_LS[:, :, None], self.wiring.nodes, axis=2)
+        served = {"allgather_rs": everywhere, "a2a_dedup": homes_LS[:, :, None] * self._copies_LSN}
+        return with_collectives(traffic, self.spec, everywhere, served.get(str(self.spec.dispatcher)))  # type: ignore[arg-type]
+
+    def _counts(self, tokens: int, tokens_G: NDArray[np.number] | None) -> Counts:
         layers, slots = len(self._home_LG), self._idle_SLP.shape[2]
         if tokens_G is not None:
             idle_LP = (tokens_G.astype(float) @ self._idle_SLP.reshape(self.ranks, -1)).reshape(layers, slots)
@@ -150,17 +156,9 @@ class ExpectedTraffic:
         rows_LG = pairs_LSG.sum(axis=1)
         if self._homeless:
             zero = np.zeros((layers, self.ranks, self.ranks))
-            return with_collectives(
-                Traffic(zero[:, 0], zero, zero, rows_LG, active_LG, tokens=tokens),  # type: ignore[arg-type]
-                self.spec,
-            )
+            return Counts(zero[:, 0], zero, zero, rows_LG, active_LG)  # type: ignore[arg-type]
         distinct_LSG = homes_LS[:, :, None] * self._distinct_LSG
-        traffic = Traffic(homes_LS, pairs_LSG, distinct_LSG, rows_LG, active_LG, tokens=tokens)  # type: ignore[arg-type]
-        if self.wiring.nodes == 1:
-            return with_collectives(traffic, self.spec)
-        everywhere = np.repeat(homes_LS[:, :, None], self.wiring.nodes, axis=2)
-        served = {"allgather_rs": everywhere, "a2a_dedup": homes_LS[:, :, None] * self._copies_LSN}
-        return with_collectives(traffic, self.spec, everywhere, served.get(str(self.spec.dispatcher)))  # type: ignore[arg-type]
+        return Counts(homes_LS, pairs_LSG, distinct_LSG, rows_LG, active_LG)  # type: ignore[arg-type]
 
 
 def _leaning(count_LSX: Float, homes_LS: Float) -> Float:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.errors import UserError
-from semmoe.serving import DECODE, StepPlan
+from semmoe.serving import DECODE, StepPlan, Stretch
 from semmoe.specs import ClusterSpec, ModelSpec
 
 from .attention_table import AttentionTable
@@ -64,13 +64,18 @@ class AttentionLoad:
         return cls(*sums)
 
     @classmethod
-    def ahead(cls, step: StepPlan, ranks: int, steps: int) -> AttentionLoad:
-        """Of a step whose requests all decode and the next `steps - 1`, [S, G]."""
-        now, later_S1 = cls.of(step, ranks), np.arange(steps)[:, None]
-        tokens_SG, sequences_SG, prefill_SG = (
-            np.broadcast_to(x, (steps, ranks)) for x in (now.tokens_G, now.sequences_G, now.prefill_pairs_G)
-        )
-        return cls(tokens_SG, sequences_SG, prefill_SG, now.decode_kv_G + later_S1 * now.sequences_G, sequences_SG)
+    def of_stretch(cls, stretch: Stretch, ranks: int) -> AttentionLoad:
+        """Of each of its steps, [S, G]."""
+        first, rest = cls.of(stretch.first, ranks), stretch.rest
+        entry_T, step_T = stretch.later_T
+        kv_T = (rest.start_N[entry_T] + step_T).astype(np.float64)  # keys that a decode looks at, its own included
+        at_T, shape = step_T * ranks + rest.rank_N[entry_T], (stretch.steps, ranks)
+        kv_SG = np.bincount(at_T, kv_T, shape[0] * ranks).astype(np.float64).reshape(shape)
+        tokens_SG = stretch.tokens_SG(ranks).astype(np.float64)
+        sequences_SG, decodes_SG, prefill_SG = tokens_SG.copy(), tokens_SG.copy(), np.zeros(shape)
+        kv_SG[0], sequences_SG[0], prefill_SG[0] = first.decode_kv_G, first.sequences_G, first.prefill_pairs_G
+        decodes_SG[0] = first.decodes_G
+        return cls(tokens_SG, sequences_SG, prefill_SG, kv_SG, decodes_SG)
 
 
 class AttentionCost:

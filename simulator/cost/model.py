@@ -114,12 +114,13 @@ class CostModel:
         head_us = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
         return (dense_us + head_us + float(self.cluster.host_us.get("step", 200.0))) / 1e3
 
-    def eager_ms(self, load: AttentionLoad) -> float:
+    def eager_ms(self, load: AttentionLoad) -> Float:
         """Milliseconds that a forward pass takes at least: the host's, where it does not run as a CUDA graph."""
-        prefills = bool(load.prefill_pairs_G.any())
-        if self.cuda_graphs == "all" or (self.cuda_graphs == "decode" and not prefills):
-            return 0.0
-        return self.model.num_layers * self.host.eager_us() / 1e3
+        prefills = load.prefill_pairs_G.any(axis=-1)
+        eager = {"all": np.zeros_like(prefills), "none": np.ones_like(prefills)}.get(self.cuda_graphs, prefills)
+        if not eager.any():
+            return np.zeros(eager.shape)
+        return np.where(eager, self.model.num_layers * self.host.eager_us() / 1e3, 0.0)
 
     def provenance(self) -> str:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""

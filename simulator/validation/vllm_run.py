@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from semmoe.locality import LocalityMeter
 from semmoe.schedule.base import RankStates
-from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan, TokenRows
+from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan, Stretch, TokenRows
 
 from ..engine import Timeline, simulate_serving
 from ..layer import LayerTimes
@@ -73,9 +73,9 @@ class OperatorTimer:
         self.timeline.steps.append(LayerTimes({}, step_ms))
         return self.timeline.steps[-1]
 
-    def run_ahead(self, step: StepPlan, tokens: TokenRows, queues: int, most: int) -> list[LayerTimes]:
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> list[LayerTimes]:
         """One step at a time."""
-        return [self.run_plan(step, tokens, queues)]
+        return [self.run_plan(stretch.first, tokens, queues)]
 
     def keep(self, steps: int) -> None:
         """run_plan has recorded the step."""

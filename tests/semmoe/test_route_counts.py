@@ -72,13 +72,15 @@ def test_steps_counted_straight_from_the_trace_are_the_traffic_of_their_planned_
     spec = DispatchSpec(flow="dp", dispatcher=dispatcher, hidden=256, top_k=3)
     placement = Placement(experts_LP, ranks, (0, 1), 16)
     rows_NS, rank_N = rng.integers(0, 20, (requests, steps)), rng.integers(0, ranks, requests)
-    homes_T = np.repeat(rank_N, steps)
-    together = count_trace_rows(trace.experts_TLk, rows_NS.ravel(), homes_T, placement, spec, steps=steps)
+    homes_T, step_T = np.repeat(rank_N, steps), np.tile(np.arange(steps), requests)
+    together = count_trace_rows(
+        trace.experts_TLk, rows_NS.ravel(), homes_T, placement, spec, step_T=step_T, steps=steps
+    )
     planner = StepPlanner(trace, placement, spec)
     for s in range(steps):
         routed = planner.route(rows_NS[:, s], rank_N)
         alone = count_traffic(routed.slots_TLk, routed.homes_TL, 16, ranks, spec)
-        part = together.cut(slice(2 * s, 2 * s + 2))
+        part = together.cut(slice(2 * s, 2 * s + 2), requests)
         assert (
             part.tokens == requests
             and [d for d in differences(part, alone) if d.startswith(("homes", "assign", "rank", "expert", "active"))]

@@ -75,6 +75,35 @@ def test_a_single_request_takes_the_steps_that_one_counts_by_hand():
     assert loop.first_token_ms_R[0] == 5 + 3 * 2 and loop.finish_ms_R[0] == 5 + 5 * 2
 
 
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.integers(1, 9), st.integers(52, 120), st.booleans())
+def test_a_stretch_is_the_steps_that_follow_one_by_one(shapes, most, kv_tokens, hold_kv):
+    """The same plans, counters and times, whether the loop goes step by step or several steps at once."""
+    requests = [Request(i, 0.0, prompt, output) for i, (_, prompt, output) in enumerate(shapes)]
+    one, many = (
+        ServingLoop(requests, 2, ServingLimits(16, 6, kv_tokens), RoundRobin(), hold_kv=hold_kv) for _ in range(2)
+    )
+    for request in requests:
+        one.submit(request, 0.0)
+        many.submit(request, 0.0)
+    now_ms = 0.0
+    while isinstance(many.next_step(now_ms), StepPlan):
+        stretch = many.stretch(most)
+        ends_ms = [now_ms + 1.0 + s for s in range(min(stretch.steps, most))]
+        for plan, end_ms in zip(stretch.plans(stretch.steps), ends_ms, strict=True):
+            step = one.next_step(end_ms - 1.0)
+            assert isinstance(step, StepPlan) and step.index == plan.index
+            for name in ("rank_N", "request_N", "phase_N", "start_N", "count_N"):
+                assert getattr(step, name).tolist() == getattr(plan, name).tolist()
+            one.complete(step, 1.0)
+        many.complete_stretch(stretch, ends_ms)
+        now_ms = ends_ms[-1]
+        for name in ("computed_R", "produced_R", "first_token_ms_R", "last_token_ms_R", "finish_ms_R"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(many, name))
+        assert (one.steps, one.unfinished, one.preemptions) == (many.steps, many.unfinished, many.preemptions)
+        assert one.kv.used_G.tolist() == many.kv.used_G.tolist() and sorted(one.itl_ms()) == sorted(many.itl_ms())
+
+
 def test_preemption_recomputes_and_loses_no_output():
     loop = ServingLoop(requests_of([(0, 10, 30), (0, 10, 30)]), 1, ServingLimits(64, 8, 45))
     drive(loop)

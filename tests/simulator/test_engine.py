@@ -85,8 +85,8 @@ class ConstantTimer:
         self.timeline.steps.append(LayerTimes({}, self.step_ms))
         return self.timeline.steps[-1]
 
-    def run_ahead(self, step, tokens, queues, most):
-        return [self.run_plan(step, tokens, queues)]
+    def run_ahead(self, stretch, tokens, queues):
+        return [self.run_plan(stretch.first, tokens, queues)]
 
     def keep(self, steps):
         pass
@@ -134,9 +134,9 @@ class Watched(TracedTraffic):
         super().__init__(*args)
         self.ahead: list[int] = []
 
-    def of_steps(self, step, tokens, steps):
-        self.ahead.append(steps)
-        return super().of_steps(step, tokens, steps)
+    def of_stretch(self, stretch, tokens):
+        self.ahead.append(stretch.steps)
+        return super().of_stretch(stretch, tokens)
 
 
 @pytest.mark.parametrize("full_model", [False, True])

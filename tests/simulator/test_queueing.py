@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,21 +65,29 @@ def test_one_request_at_a_time_waits_as_in_an_m_d_1_queue(load):
 
 
 class Watched(ServingLoop):
-    """Counts what lies in its queues after every event, from the queues alone, never from the times of requests."""
+    """Counts what comes into its queues and leaves them at every event, from the queues alone, never from the times of
+    requests. Steps that were priced together end after requests have come in during the last of them: sorted by time."""
 
-    events: list[tuple[float, int]]
+    held: int = 0
+    changes: list[tuple[float, int]]
 
     def _note(self, now_ms: float) -> None:
         held = sum(len(queue.running) + len(queue.waiting) for queue in self.queues) + len(self._pending)
-        self.__dict__.setdefault("events", []).append((now_ms, held))
+        self.__dict__.setdefault("changes", []).append((now_ms, held - self.held))
+        self.held = held
+
+    @property
+    def events(self) -> list[tuple[float, int]]:
+        now_E, change_E = np.array(sorted(self.changes)).T
+        return list(zip(now_E, np.cumsum(change_E), strict=True))
 
     def submit(self, request: Request, now_ms: float, first_token_ms: float | None = None) -> None:
         super().submit(request, now_ms, first_token_ms)
         self._note(now_ms)
 
-    def complete_steady(self, step, end_ms_S: Sequence[float]) -> None:
-        super().complete_steady(step, end_ms_S)
-        self._note(end_ms_S[-1])
+    def _end(self, request: int, end_ms: float) -> None:
+        super()._end(request, end_ms)
+        self._note(end_ms)
 
     def mean_number(self) -> float:
         """Time average of the number in the system, from the first event to the last."""
