@@ -35,17 +35,22 @@ def flat_axes(row: Mapping[str, Any] | pd.Series[Any]) -> dict[str, Any]:
         axes = json.loads(row["axes"])
     except json.JSONDecodeError as error:
         raise UserError(f"row {row['config_id']} of run {row['run']}: column axes is not JSON ({error})") from None
-    flat: dict[str, Any] = {}
+    return flat(axes)
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name; lists stay values as JSON."""
+    leaves: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 visit(f"{prefix}.{key}" if prefix else str(key), inner)
         else:
-            flat[prefix] = json.dumps(value) if isinstance(value, list) else value
+            leaves[prefix] = json.dumps(value) if isinstance(value, list) else value
 
-    visit("", axes)
-    return flat
+    visit("", tree)
+    return leaves
 
 
 def setting(row: Mapping[str, Any] | pd.Series[Any]) -> tuple[Any, ...]:

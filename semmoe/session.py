@@ -21,7 +21,7 @@ from .plugins import told as in_words
 from .results import read_row, row_path, write_atomically, write_row
 from .rows import label
 from .run import Run
-from .settings import settings_digest
+from .settings import differing_settings, settings_digest
 from .workers import outcomes
 
 SHOWN_WHERE_SWEPT = (
@@ -119,7 +119,7 @@ class Progress:
 
 def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Progress) -> list[Run]:
     """Runs to do, each row once. All configs are built before any runs: errors come first, not at run 17."""
-    runs, configs = dict[Path, Run](), compose_all(overrides, multirun)
+    named, runs, configs = dict[Path, Run](), dict[Path, Run](), compose_all(overrides, multirun)
     builder = RunBuilder(PlanStore(Path(configs[0]["results_dir"]) / "plans", renew=bool(configs[0]["rerun"])))
     for config in configs:
         if backend == "harness" and config["replacement"]["every_steps"]:
@@ -132,8 +132,10 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Pro
         for config in configs:
             for run in builder.repeats(config) if backend == "harness" else [builder.build(config)]:
                 path = path_of(run, backend)
-                if path in runs:  # axes that this flow does not have make no second row
+                if path in named:  # axes that this flow does not have make no second row
+                    _refuse_second_settings(named[path], run, backend)
                     continue
+                named[path] = run
                 if is_done(run, backend):
                     told.kept += 1
                 else:
@@ -143,6 +145,16 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Pro
     told.runs = len(runs)
     # every configuration once, then again: a machine that drifts does not favour one of them
     return sorted(runs.values(), key=lambda run: (run.ep_size, run.repeat))
+
+
+def _refuse_second_settings(run: Run, other: Run, backend: str) -> None:
+    """UserError where two configurations of a sweep would write one row although their settings differ."""
+    if names := differing_settings(run.cfg, other.cfg, backend):
+        folder = "-".join(["NAME", *(f"${{{name}}}" for name in names)])
+        raise UserError(
+            f"{', '.join(names)}: no part of a configuration's id, so the values of a sweep would share one row; "
+            f"give each a folder of its own: 'name={folder}'"
+        )
 
 
 def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> int:

@@ -11,6 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from .axes import flat
 from .plugins import METHODS
 from .specs import digest
 from .steplog import step_log_path
@@ -24,7 +25,7 @@ OTHER_BACKEND = {"simulator": "measure", "harness": "cost"}
 
 def settings_digest(cfg: dict[str, Any], backend: str, config_id: str, repeat: int) -> str:
     """Digest of everything that can change a row of this backend and is not in its config id or cluster file."""
-    used = {key: value for key, value in cfg.items() if key not in ELSEWHERE and key != OTHER_BACKEND.get(backend)}
+    used = _used(cfg, backend)
     if "measure" in used:
         used["measure"] = {key: value for key, value in used["measure"].items() if key != "timeout_s"}
     if cfg["workload"]["kind"] != "serve":
@@ -37,6 +38,16 @@ def settings_digest(cfg: dict[str, Any], backend: str, config_id: str, repeat: i
     if cfg.get("replay"):
         used["replayed"] = _content(step_log_path(cfg["replay"], config_id, repeat))
     return digest(used)
+
+
+def differing_settings(one: dict[str, Any], other: dict[str, Any], backend: str) -> list[str]:
+    """Dotted names of what differs, is outside config_id and not in a row's file name: ["cluster.link_gbps"]."""
+    seen = [flat(_used(cfg, backend) | {"cluster": cfg["cluster"]}) for cfg in (one, other)]
+    return sorted(key for key in seen[0].keys() | seen[1].keys() if seen[0].get(key) != seen[1].get(key))
+
+
+def _used(cfg: dict[str, Any], backend: str) -> dict[str, Any]:
+    return {key: value for key, value in cfg.items() if key not in ELSEWHERE and key != OTHER_BACKEND.get(backend)}
 
 
 def _source(group: Any) -> str | None:

@@ -95,7 +95,6 @@ def test_a_policy_in_a_file_of_the_working_directory_works_by_its_target(here, c
         (["trace", "synthetic", "requests", "--out", "x.npz"], "key=value is right"),
         (["policies", "extra"], "no arguments"),
         (["simulate", "replay=nowhere"], "no such run"),
-        (["simulate", "replay=nowhere"], "no such run"),
     ],
 )
 def test_bad_input_is_one_message_and_a_non_zero_exit(here, capsys, argv, message):
@@ -135,6 +134,17 @@ def test_lines_of_a_sweep_say_what_differs_and_equal_rows_are_made_once(here, ca
     ]  # no axis of this flow
     code, out, _ = run(capsys, "simulate", *sweep)
     assert code == 0 and "simulated 1 configuration(s)" in out
+
+
+@pytest.mark.parametrize("swept", ["cost.fidelity=bottleneck,flow", "cluster.link_gbps=1,2", "planned_folds=0,2"])
+def test_settings_that_would_share_one_row_are_refused_in_a_sweep_and_taken_with_folders_of_their_own(
+    here, capsys, swept
+):
+    code, out, err = run(capsys, "simulate", "-m", *SMALL, swept)
+    name = swept.split("=")[0]
+    assert code == 2 and f"name=NAME-${{{name}}}" in err and not out and not list(here.rglob("simulator-*.json"))
+    code, out, _ = run(capsys, "simulate", "-m", *SMALL, swept, f"name=t-${{{name}}}")
+    assert code == 0 and len(list((here / "results/runs").rglob("simulator-*.json"))) == 2
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '"x"', "{}", "\xff", '{"cluster_digest": 3}'])
