@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ..files import write_atomically
+from ..rows import commit
 from ..sources.fingerprints import load_fingerprints
 from ..trace import RoutingTrace
 from .base import PlacementProblem
@@ -53,48 +60,92 @@ KINDS = (
 )
 
 
-def measure(trace: RoutingTrace, instances: int, restarts: int) -> list[str]:
+@dataclass(eq=False)
+class Kept:
+    """Figures of finished cases in a file of JSON lines, for a run that goes on where the last one stopped. The first line
+    names what they were made from: figures of anything else are dropped."""
+
+    path: Path
+    made_from: dict[str, Any]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        if lines and json.loads(lines[0]) == self.made_from:
+            self.figures = dict(json.loads(line) for line in lines[1:] if line.endswith("]"))
+        kept = [json.dumps(self.made_from), *(json.dumps(pair) for pair in self.figures.items())]
+        write_atomically(self.path, "\n".join(kept) + "\n")
+
+    def figure(self, name: str, make: Callable[[], Any]) -> Any:
+        """The figure of a case, made now or before."""
+        if name not in self.figures:
+            self.figures[name] = make()
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps([name, self.figures[name]]) + "\n")
+        return self.figures[name]
+
+
+def measure(trace: RoutingTrace, instances: int, restarts: int, kept: Kept) -> list[str]:
     """Rows of the table: per kind the mean and worst gap, then all together."""
     lines, everything = [], []
     for number, kind in enumerate(KINDS):
         count = instances // len(KINDS) + (number < instances % len(KINDS))
-        gaps, begin = [], time.perf_counter()
+        found = []
         for seed in range(count):
-            problem = kind.draw(trace, seed)
-            (program,) = programs_of(problem)
-            best = solve(program, problem.rng(), time_limit_s=600.0)
-            row = []
-            for policy in (Semantic(load_weight=0.0), Semantic(load_weight=0.0, restarts=restarts), Random()):
-                (value,) = values_of(policy.place(problem), [program])
-                row.append(relative_gap(value, best.bound))
-            gaps.append(row)
+            said = (
+                f"{kind.experts} experts, {kind.items} {kind.name}, {kind.ranks} ranks: instance {seed + 1} of {count}"
+            )
+            _tell(said)
+            found.append(kept.figure(said, partial(gaps_of, kind.draw(trace, seed), restarts)))
+        gaps = [gaps for gaps, _ in found]
         everything += gaps
-        took = time.perf_counter() - begin
         if count:
             size = f"{kind.experts} experts, {kind.items} {kind.name}, {kind.ranks} ranks"
-            lines.append(_row(size, gaps) + f" {took / count:.2f} |")
+            lines.append(_row(size, gaps) + f" {sum(took for _, took in found) / count:.2f} |")
     lines.append(_row("**all**", everything) + " |")
     return lines
 
 
-def bounds(trace: RoutingTrace, time_limit_s: float, restarts: int) -> list[str]:
+def gaps_of(problem: PlacementProblem, restarts: int) -> tuple[list[float], float]:
+    """(gap of semantic, with more starts, and of a random placement; seconds)."""
+    begin = time.perf_counter()
+    (program,) = programs_of(problem)
+    best = solve(program, problem.rng(), time_limit_s=600.0)
+    policies = (Semantic(load_weight=0.0), Semantic(load_weight=0.0, restarts=restarts), Random())
+    values = [values_of(policy.place(problem), [program])[0] for policy in policies]
+    return [float(relative_gap(value, best.bound)) for value in values], time.perf_counter() - begin
+
+
+def bounds(trace: RoutingTrace, time_limit_s: float, restarts: int, kept: Kept) -> list[str]:
     """Rows of the table of larger cases: a layer of all experts with all requests, bounded but not enumerated."""
     lines = []
     for layer in (0, 8, 16, 23):
         for ranks in (4, 8):
+            said = f"layer {layer} on {ranks} ranks: bound within {time_limit_s:g} s"
+            _tell(said)
             part = cut(trace, np.array([layer]), np.arange(trace.num_experts), trace.request_T)
             problem = problem_of(part, ranks, "request")
-            (program,) = programs_of(problem)
-            (value,) = values_of(Semantic(load_weight=0.0, restarts=restarts).place(problem), [program])
-            begin = time.perf_counter()
-            bound = upper_bound(program, time_limit_s, value)
-            took = time.perf_counter() - begin
-            share = value / program.total
             lines.append(
-                f"| layer {layer} | {ranks} | {share:.4f} | {bound.bound / program.total:.4f} | "
-                f"{relative_gap(value, bound.bound):.2%} | {bound.method}, {bound.steps} steps | {took:.0f} |"
+                f"| layer {layer} | {ranks} | " + kept.figure(said, partial(bound_of, problem, time_limit_s, restarts))
             )
     return lines
+
+
+def bound_of(problem: PlacementProblem, time_limit_s: float, restarts: int) -> str:
+    """Value, bound and how it was found, as cells of a row."""
+    (program,) = programs_of(problem)
+    (value,) = values_of(Semantic(load_weight=0.0, restarts=restarts).place(problem), [program])
+    begin = time.perf_counter()
+    bound = upper_bound(program, time_limit_s, value)
+    took = time.perf_counter() - begin
+    return (
+        f"{value / program.total:.4f} | {bound.bound / program.total:.4f} | {relative_gap(value, bound.bound):.2%} | "
+        f"{bound.method}, {bound.steps} steps | {took:.0f} |"
+    )
+
+
+def _tell(said: str) -> None:
+    print(said, file=sys.stderr, flush=True)
 
 
 def _row(name: str, gaps: list[list[float]]) -> str:
@@ -110,9 +161,12 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=16, help="starts of semantic")
     parser.add_argument("--bound-seconds", type=float, default=0.0, help="also bound full layers, this long each")
     parser.add_argument("--out", default="results/placement_gap.md")
+    parser.add_argument("--kept", type=Path, default=Path("results/runs/placement_gap.jsonl"), help="finished cases")
     options = parser.parse_args()
     trace = load_fingerprints(options.routes)
-    rows = measure(trace, options.instances, options.restarts)
+    made_from = {"routes": trace.digest, "restarts": options.restarts, "commit": commit()}
+    kept = Kept(options.kept, made_from)
+    rows = measure(trace, options.instances, options.restarts, kept)
     command = f"python -m semmoe.placement.exact --instances {options.instances} --restarts {options.restarts}"
     if options.bound_seconds:
         command += f" --bound-seconds {options.bound_seconds:g}"
@@ -140,8 +194,7 @@ def main() -> None:
             "",
             "| case | ranks | semantic | upper bound | gap at most | bound by | s |",
             "| --- | --- | --- | --- | --- | --- | --- |",
-            *bounds(trace, options.bound_seconds, options.restarts),
+            *bounds(trace, options.bound_seconds, options.restarts, kept),
         ]
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text("\n".join(text) + "\n", encoding="utf-8")
+    write_atomically(options.out, "\n".join(text) + "\n")
     print("\n".join(text))
