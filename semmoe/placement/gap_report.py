@@ -70,9 +70,12 @@ class Kept:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        lines = [
+            line for line in text.splitlines(keepends=True) if line.endswith("\n")
+        ]  # the last one may be cut short
         if lines and json.loads(lines[0]) == self.made_from:
-            self.figures = dict(json.loads(line) for line in lines[1:] if line.endswith("]"))
+            self.figures = dict(json.loads(line) for line in lines[1:])
         kept = [json.dumps(self.made_from), *(json.dumps(pair) for pair in self.figures.items())]
         write_atomically(self.path, "\n".join(kept) + "\n")
 
@@ -92,11 +95,9 @@ def measure(trace: RoutingTrace, instances: int, restarts: int, kept: Kept) -> l
         count = instances // len(KINDS) + (number < instances % len(KINDS))
         found = []
         for seed in range(count):
-            said = (
-                f"{kind.experts} experts, {kind.items} {kind.name}, {kind.ranks} ranks: instance {seed + 1} of {count}"
-            )
-            _tell(said)
-            found.append(kept.figure(said, partial(gaps_of, kind.draw(trace, seed), restarts)))
+            case = f"{kind.experts} experts, {kind.items} {kind.name}, {kind.ranks} ranks: instance {seed + 1}"
+            _tell(f"{case} of {count}")
+            found.append(kept.figure(case, partial(gaps_of, kind.draw(trace, seed), restarts)))
         gaps = [gaps for gaps, _ in found]
         everything += gaps
         if count:
@@ -121,13 +122,12 @@ def bounds(trace: RoutingTrace, time_limit_s: float, restarts: int, kept: Kept) 
     lines = []
     for layer in (0, 8, 16, 23):
         for ranks in (4, 8):
-            said = f"layer {layer} on {ranks} ranks: bound within {time_limit_s:g} s"
-            _tell(said)
+            case = f"layer {layer} on {ranks} ranks: bound within {time_limit_s:g} s"
+            _tell(case)
             part = cut(trace, np.array([layer]), np.arange(trace.num_experts), trace.request_T)
             problem = problem_of(part, ranks, "request")
-            lines.append(
-                f"| layer {layer} | {ranks} | " + kept.figure(said, partial(bound_of, problem, time_limit_s, restarts))
-            )
+            cells = kept.figure(case, partial(bound_of, problem, time_limit_s, restarts))
+            lines.append(f"| layer {layer} | {ranks} | {cells}")
     return lines
 
 

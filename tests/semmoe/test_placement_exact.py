@@ -13,6 +13,7 @@ from semmoe.errors import UserError
 from semmoe.placement.contiguous import Contiguous
 from semmoe.placement.enumeration import placements, price_bound
 from semmoe.placement.exact import Exact, gap, solve
+from semmoe.placement.gap_report import Kept
 from semmoe.placement.instances import problem_of, request_instance, token_instance
 from semmoe.placement.lagrangian import best_sets, column_bound, row_bound, spectral_bound, upper_bound
 from semmoe.placement.program import Program, programs_of
@@ -169,3 +170,17 @@ def test_semantic_is_near_the_proved_optimum_of_real_instances() -> None:
         gaps.append(found.gap)
         assert gap(Contiguous().place(given), given).gap > 0.02
     assert np.mean(gaps) <= 0.002 and max(gaps) <= 0.01
+
+
+def test_a_report_goes_on_behind_its_last_whole_case(tmp_path) -> None:
+    path, made = tmp_path / "kept.jsonl", []
+    for text in ("", '["third", [3'):  # the second run was stopped within a line
+        with open(path, "a") as file:
+            file.write(text)
+        kept = Kept(path, {"routes": "a"})
+        figures = [
+            kept.figure(name, lambda name=name: made.append(name) or [len(name)]) for name in ("first", "second")
+        ]
+        assert figures == [[5], [6]]
+    assert made == ["first", "second"]
+    assert Kept(path, {"routes": "b"}).figures == {}, "figures of other routes are no figures of these"
