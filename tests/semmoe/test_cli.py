@@ -187,7 +187,7 @@ def test_a_file_where_the_folder_of_the_run_should_be_is_named(here, capsys, spo
 @pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_command_with_their_status_and_leave_whole_rows_only(here, stop, status):
     command = [sys.executable, "-m", "semmoe.cli", "simulate", "-m", "workload.max_batches=40", "planned_folds=0"]
-    child = subprocess.Popen([*command, "seed=range(200)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([*command, "seed=range(20)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and "LAR" in child.stdout.readline(), "a row is printed when it is finished"
     child.send_signal(stop)
     _, err = child.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -17,11 +18,14 @@ def test_default_config_resolves_to_one_point():
 
 
 def test_every_option_of_every_group_composes():
-    for group in groups():
-        for option in group_options(group):
-            extra = ["trace.path=x"] if (group, option) == ("trace", "file") else []
-            extra += ["model.path=x"] if (group, option) == ("model", "hf") else []
-            assert compose_all([f"{group}={option}", *extra])
+    """An option of every group at a time; experiments, which choose options of other groups, alone."""
+    for choices in itertools.zip_longest(*(group_options(group) for group in groups() if group != "experiment")):
+        chosen = [f"{g}={o}" for g, o in zip((g for g in groups() if g != "experiment"), choices, strict=True) if o]
+        extra = ["trace.path=x"] if "trace=file" in chosen else []
+        extra += ["model.path=x"] if "model=hf" in chosen else []
+        assert compose_all([*chosen, *extra]), chosen
+    for option in group_options("experiment"):
+        assert compose_all([f"experiment={option}"])
 
 
 def test_multirun_is_the_product_of_its_axes():

@@ -48,7 +48,7 @@ def test_rows_are_the_same_in_the_same_order_on_any_number_of_processes_and_one_
     monkeypatch.syspath_prepend(here)
     sweep = [*POLICY, "+request_scheduler.kind=raises,good", "seed=0,1,2"]
     rows, lines = [], []
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         assert cli.main([*sweep, f"workers={workers}", f"name=w{workers}"])
         out, err = capsys.readouterr()
         assert err.count("failed: simulator") == 3 and "Traceback" not in err, err
@@ -57,8 +57,8 @@ def test_rows_are_the_same_in_the_same_order_on_any_number_of_processes_and_one_
         files = sorted((here / f"results/runs/w{workers}").iterdir())
         # a test before this one may have asked for the commit of another working directory
         rows.append([(file.name, json.loads(file.read_text()) | {"run": "", "commit": ""}) for file in files])
-    assert len(rows[0]) == 3 and rows[0] == rows[1] == rows[2]
-    assert len(lines[0]) == 3 and lines[0] == lines[1] == lines[2]
+    assert len(rows[0]) == 3 and rows[0] == rows[1]
+    assert len(lines[0]) == 3 and lines[0] == lines[1]
     assert cli.main([*POLICY, "+request_scheduler.kind=good", "seed=0,1,2", "workers=2", "name=w1"]) == 0
     assert "simulated 0 configuration(s)" in capsys.readouterr().out, "rows of one process are those of two"
 
@@ -79,7 +79,7 @@ def test_a_policy_that_cannot_be_sent_says_what_to_do():
 
 @pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_stop_leaves_whole_rows_and_no_process(here, stop, status):
-    words = ["simulate", "-m", "workload.max_batches=40", "planned_folds=0", "workers=2", "seed=range(20)"]
+    words = ["simulate", "-m", "workload.max_batches=40", "planned_folds=0", "workers=2", "seed=range(12)"]
     child = subprocess.Popen(
         [sys.executable, "-m", "semmoe.cli", *words],
         stdout=subprocess.PIPE,
