@@ -30,6 +30,10 @@ class PairSums:
     def of(cls, rows_LGG: Int) -> PairSums:
         return cls(*pair_sums(np.ascontiguousarray(rows_LGG)))
 
+    def cut(self, layers: slice) -> PairSums:
+        """Of some layers."""
+        return PairSums(self.sent_LG[layers], self.received_LG[layers], self.local_LG[layers], self.largest_L[layers])
+
     def reversed(self) -> PairSums:
         """Of the same exchange the other way."""
         return PairSums(self.received_LG, self.sent_LG, self.local_LG, self.largest_L)

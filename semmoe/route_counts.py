@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from .wiring import Int
 
-OCTET = 8  # ranks whose counts of one token fit into the bytes of a word
+OCTET = 8  # ranks whose counts of one token fit into the bytes of a word,
+MOST_CHOICES = 128  # where it chooses no more experts than this
 
 
 class Counts(NamedTuple):
@@ -53,22 +54,22 @@ def rank_of_slots(layers: int, num_slots: int, ep_size: int) -> NDArray[np.uint1
 @numba.njit(cache=True)
 def _count(routes_NLk, rows_T, rank_LX, homes_TH, step_T, ep_size, steps):  # type: ignore[no-untyped-def]
     layers, k = routes_NLk.shape[1:]
-    pairs = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
-    distinct = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int64)
+    pairs = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int32)
+    distinct = np.zeros((steps * layers, ep_size, ep_size), dtype=np.int32)
     used = np.zeros((steps * layers, rank_LX.shape[1]), dtype=np.uint8)
-    if ep_size <= OCTET:
+    if ep_size <= OCTET and k <= MOST_CHOICES:
         _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
     else:
         _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
+    sent, received, local, _ = pair_sums(pairs)
     homes = np.zeros((steps * layers, ep_size), dtype=np.int64)
     rows, active = np.zeros_like(homes), np.zeros_like(homes)
     for i in range(steps * layers):
-        for s in range(ep_size):
-            sent = 0
-            for d in range(ep_size):
-                sent += pairs[i, s, d]
-                rows[i, d] += pairs[i, s, d]
-            homes[i, s] = sent // k  # every token has k assignments
+        for g in range(ep_size):
+            rows[i, g] = received[i, g] + local[i, g]
+            assigned = sent[i, g] + local[i, g]
+            if assigned:
+                homes[i, g] = assigned // k  # every token has k assignments
         for x in range(used.shape[1]):
             active[i, rank_LX[i % layers, x]] += used[i, x]
     return homes, pairs, distinct, rows, active
@@ -76,20 +77,21 @@ def _count(routes_NLk, rows_T, rank_LX, homes_TH, step_T, ep_size, steps):  # ty
 
 @numba.njit(cache=True)
 def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used):  # type: ignore[no-untyped-def]
-    """Up to eight ranks: byte d of a word counts a token's assignments to rank d (k < 256), 16-bit lanes add them up.
+    """Up to eight ranks: byte d of a word counts a token's assignments to rank d, 16-bit lanes add them up.
 
-    Worked example, experts on ranks 2, 0, 2: total = 0x020001 and once = 0x010001; even bytes go into lanes 0 and 1 of the
-    first word (ranks 0 and 2), odd ones into the second word (ranks 1 and 3). Lanes are emptied before they can overflow.
+    Worked example, experts on ranks 2, 0, 2: total = 0x020001; adding 0x7F to each byte carries where it is not 0 into the
+    highest bit, so once = 0x010001. Even bytes go into lanes 0 and 1 of the first word (ranks 0 and 2), odd ones into the
+    second word (ranks 1 and 3). Lanes are emptied before they can overflow; those of one home lie together in the cache.
     """
     layers, k = routes_NLk.shape[1:]
-    ranks = pairs.shape[1]
-    bytes_02 = np.uint64(0x00FF00FF00FF00FF)
-    one, eight, lane = np.uint64(1), np.uint64(8), np.uint64(0xFFFF)
+    steps_layers, ranks = pairs.shape[:2]
+    bytes_02, ones = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0101010101010101)
+    one, seven, eight, lane = np.uint64(1), np.uint64(7), np.uint64(8), np.uint64(0xFFFF)
     word_LX = np.empty(rank_LX.shape, dtype=np.uint64)
     for layer in range(layers):
         for x in range(rank_LX.shape[1]):
             word_LX[layer, x] = one << (eight * np.uint64(rank_LX[layer, x]))
-    lanes = np.zeros((len(pairs), ranks, 4), dtype=np.uint64)
+    lanes = np.zeros((ranks, steps_layers, 4), dtype=np.uint64)
     block = 0xFFFF // k
     for begin in range(0, len(rows_T), block):
         for t in range(begin, min(begin + block, len(rows_T))):
@@ -97,25 +99,24 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct,
             for layer in range(layers):
                 home = np.uint64(homes_TH[t, layer if homes_TH.shape[1] > 1 else 0])
                 at = np.uint64(first + layer)  # unsigned: no test for a negative index
-                total, once = np.uint64(0), np.uint64(0)
+                total = np.uint64(0)
                 for j in range(k):
                     e = np.uint64(routes_NLk[row, layer, j])
-                    word = word_LX[layer, e]
-                    total += word
-                    once |= word
+                    total += word_LX[layer, e]
                     used[at, e] = 1
-                lanes[at, home, 0] += total & bytes_02
-                lanes[at, home, 1] += (total >> eight) & bytes_02
-                lanes[at, home, 2] += once & bytes_02
-                lanes[at, home, 3] += (once >> eight) & bytes_02
-        for i in range(len(pairs)):
-            for s in range(ranks):
-                if not lanes[i, s, 2] | lanes[i, s, 3]:  # no token is at home there
+                once = ((total + np.uint64(0x7F) * ones) >> seven) & ones
+                lanes[home, at, 0] += total & bytes_02
+                lanes[home, at, 1] += (total >> eight) & bytes_02
+                lanes[home, at, 2] += once & bytes_02
+                lanes[home, at, 3] += (once >> eight) & bytes_02
+        for s in range(ranks):
+            for i in range(steps_layers):
+                if not lanes[s, i, 2] | lanes[s, i, 3]:  # no token is at home there
                     continue
                 for d in range(ranks):
                     shift = np.uint64(16 * (d // 2))
-                    pairs[i, s, d] += np.int64((lanes[i, s, d % 2] >> shift) & lane)
-                    distinct[i, s, d] += np.int64((lanes[i, s, 2 + d % 2] >> shift) & lane)
+                    pairs[i, s, d] += np.int32((lanes[s, i, d % 2] >> shift) & lane)
+                    distinct[i, s, d] += np.int32((lanes[s, i, 2 + d % 2] >> shift) & lane)
         lanes[:] = 0
 
 
@@ -135,7 +136,7 @@ def _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, 
                 rank = np.uint64(rank_LX[layer, x])
                 used[i, x] = 1
                 pairs[i, home, rank] += 1
-                distinct[i, home, rank] += np.int64(seen[rank] != stamp)
+                distinct[i, home, rank] += np.int32(seen[rank] != stamp)
                 seen[rank] = stamp
 
 
@@ -147,15 +148,16 @@ def pair_sums(pairs_LGG):  # type: ignore[no-untyped-def]
     received, local = np.zeros_like(sent), np.zeros_like(sent)
     largest = np.zeros(layers, dtype=pairs_LGG.dtype)
     for layer in range(layers):
+        none = most = largest[layer]
         for s in range(ranks):
+            out = none
             for d in range(ranks):
-                rows = pairs_LGG[layer, s, d]
-                if s == d:
-                    local[layer, s] = rows
-                    continue
-                sent[layer, s] += rows
+                rows = pairs_LGG[layer, s, d] if s != d else none
+                out += rows
                 received[layer, d] += rows
-                largest[layer] = max(largest[layer], rows)
+                most = max(most, rows)
+            sent[layer, s], local[layer, s] = out, pairs_LGG[layer, s, s]
+        largest[layer] = most
     return sent, received, local, largest
 
 

@@ -53,7 +53,7 @@ class Traffic:
 
     def cut(self, layers: slice, tokens: int) -> Traffic:
         """Pairs and rows of some layers, of so many tokens, without collectives."""
-        return Traffic(
+        made = Traffic(
             self.homes_LG[layers],
             self.assignment_pairs_LGG[layers],
             self.rank_pairs_LGG[layers],
@@ -61,6 +61,11 @@ class Traffic:
             self.active_experts_LG[layers],
             tokens=tokens,
         )
+        return know(made, **{name: sums.cut(layers) for name, sums in self.known_sums().items()})
+
+    def known_sums(self) -> dict[str, PairSums]:
+        """Sums that were made already."""
+        return {name: self.__dict__[name] for name in ("assignment_sums", "rank_sums") if name in self.__dict__}
 
     @cached_property
     def assignment_sums(self) -> PairSums:
@@ -261,8 +266,8 @@ def with_collectives(
         collectives.append(Collective(after, spec.row_bytes, outward, copies_LGN=gathered_LGN))
         if spec.carry_expert_ids:
             collectives.append(Collective("expert_ids", spec.top_k * 2.0, outward, copies_LGN=gathered_LGN))
-    sums_known = {name: traffic.__dict__[name] for name in ("assignment_sums", "rank_sums") if name in traffic.__dict__}
-    return know(replace(traffic, collectives=tuple(collectives), metadata_bytes=metadata), **sums_known)
+    made = replace(traffic, collectives=tuple(collectives), metadata_bytes=metadata)
+    return know(made, **traffic.known_sums())
 
 
 def everywhere(homes_LG: Int) -> Int:

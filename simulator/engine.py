@@ -24,7 +24,7 @@ from semmoe.traffic import Traffic, with_collectives
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
-from .layer import LayerTimes, time_layers, time_steps
+from .layer import LayerTimes, StepTimes, time_layers, time_steps
 from .overlap import halves, overlapped
 from .traffic_source import TracedTraffic, TrafficSource
 
@@ -35,25 +35,47 @@ MOST_AHEAD = 64  # steps priced at once
 
 @dataclass(eq=False)
 class Timeline:
-    """What happened: one LayerTimes a step, in order, with the time that it started at. `idle_rank_steps`: (step, rank)
-    pairs without a token. `traffic` is kept of the first `keep_traffic` steps only (simulator/timeline_trace.py)."""
+    """What happened: `steps` and `plans`, one a step, in order, with the time that it started at. `idle_rank_steps`: (step,
+    rank) pairs without a token. `traffic` is kept of the first `keep_traffic` steps only (simulator/timeline_trace.py)."""
 
     meter: LocalityMeter
-    steps: list[LayerTimes] = field(default_factory=list)
-    plans: list[StepPlan] = field(default_factory=list)
     start_ms: list[float] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     keep_traffic: int = 0
     idle_rank_steps: int = 0
     end_ms: float = 0.0
+    _steps: list[LayerTimes] = field(default_factory=list)
+    _plans: list[StepPlan] = field(default_factory=list)
+    _stretches: list[tuple[Stretch, StepTimes, int]] = field(default_factory=list)  # not taken apart yet
+
+    @property
+    def steps(self) -> list[LayerTimes]:
+        self._take_apart()
+        return self._steps
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        self._take_apart()
+        return self._plans
+
+    def add(self, stretch: Stretch, times: StepTimes, steps: int) -> None:
+        """The first `steps` of a stretch took place. They become steps and plans of their own when somebody asks."""
+        self._stretches.append((stretch, times, steps))
+
+    def _take_apart(self) -> None:
+        for stretch, times, steps in self._stretches:
+            self._steps += times.each(steps)
+            self._plans += stretch.plans(steps)
+        self._stretches.clear()
 
     def phase_ms(self, name: str) -> Float:
         """Samples of a phase over all steps and MoE layers; "attention", "layer" and "step" too. Empty: no such phase."""
+        steps = self.steps
         if name == "step":
-            return np.array([s.step_ms for s in self.steps])
+            return np.array([s.step_ms for s in steps])
         if name == "attention":
-            return np.array([s.attention_ms for s in self.steps if s.attention_ms])
-        arrays = [s.layer_ms_L if name == "layer" else s.phases_L.get(name, np.zeros(0)) for s in self.steps]
+            return np.array([s.attention_ms for s in steps if s.attention_ms])
+        arrays = [s.layer_ms_L if name == "layer" else s.phases_L.get(name, np.zeros(0)) for s in steps]
         return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
@@ -62,8 +84,8 @@ class Timer(Protocol):
 
     timeline: Timeline
 
-    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[LayerTimes]:
-        """Times of its first steps, one at least."""
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[float]:
+        """Milliseconds of its first steps, one at least."""
         ...
 
     def keep(self, steps: int) -> None:
@@ -92,7 +114,7 @@ class StepTimer:
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
         plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
         self._can_run_ahead = plain and not overlap
-        self._ahead: tuple[Stretch, Traffic, list[LayerTimes], int] | None = None
+        self._ahead: tuple[Stretch, Traffic, StepTimes, int] | None = None
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
@@ -107,26 +129,27 @@ class StepTimer:
         self.timeline.steps.append(time_layers(self.cost, traffic, load, self.barrier_each_layer))
         return traffic
 
-    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[LayerTimes]:
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> Sequence[float]:
         """All steps are priced in one go, where homes and slots of a token depend on nothing but its request and its
         experts (flow dp without replicas, one node)."""
         if stretch.steps == 1 or not self._can_run_ahead:
-            return [self.run_plan(stretch.first, tokens, queues)]
+            return [self.run_plan(stretch.first, tokens, queues).step_ms]
         traffic = self.source.of_stretch(stretch, tokens)
         load = AttentionLoad.of_stretch(stretch, queues) if self.full_model else None
         times = time_steps(self.cost, traffic, stretch.tokens_SG(queues).sum(axis=1), load)
         self._ahead = stretch, traffic, times, queues
-        return times
+        return list(times.step_ms_S.tolist())
 
     def keep(self, steps: int) -> None:
         """Count and record the first `steps` of what run_ahead priced last."""
         if self._ahead is None:
             return
         (stretch, traffic, times, queues), self._ahead = self._ahead, None
-        layers, tokens_SG = traffic.num_layers // len(times), stretch.tokens_SG(queues)
+        tokens_SG = stretch.tokens_SG(queues)
+        layers = traffic.num_layers // len(tokens_SG)
 
         def part(first: int, last: int) -> Traffic:
-            if last - first == len(times):
+            if last - first == len(tokens_SG):
                 return traffic
             cut = traffic.cut(slice(first * layers, last * layers), int(tokens_SG[first:last].sum()))
             return with_collectives(cut, self.cost.spec)
@@ -134,8 +157,7 @@ class StepTimer:
         self.timeline.meter.add(part(0, steps), steps)
         room = max(self.timeline.keep_traffic - len(self.timeline.traffic), 0)
         self.timeline.traffic += [part(s, s + 1) for s in range(min(steps, room))]
-        self.timeline.steps += times[:steps]
-        self.timeline.plans += stretch.plans(steps)
+        self.timeline.add(stretch, times, steps)
         self.timeline.idle_rank_steps += int((tokens_SG[:steps] == 0).sum())
 
     def run_plan(self, step: StepPlan, tokens: TokenRows, queues: int) -> LayerTimes:
@@ -191,17 +213,19 @@ class Server:
                 self._work = self.env.event()
                 yield self._work
                 continue
-            ends_ms: list[float] = []
             stretch = self.loop.stretch(self._likely_steps())
-            ahead = self.timer.run_ahead(stretch, self.loop.tokens, len(self.loop.queues))
-            for times in ahead:
-                self.timer.timeline.start_ms.append(float(self.env.now))
-                yield self.env.timeout(times.step_ms)
-                ends_ms.append(float(self.env.now))
+            steps_ms = self.timer.run_ahead(stretch, self.loop.tokens, len(self.loop.queues))
+            now_ms, ends_ms = float(self.env.now), list[float]()
+            for step_ms in steps_ms:
+                self.timer.timeline.start_ms.append(now_ms)
+                now_ms += step_ms
+                ends_ms.append(now_ms)
+                if now_ms >= self.env.peek() or len(ends_ms) == len(steps_ms):  # else nothing happens before it ends
+                    yield self.env.timeout(max(now_ms - self.env.now, 0.0))
                 if self.loop.pending:
                     break
             self.timer.keep(len(ends_ms))
-            self._step_ms = ahead[-1].step_ms
+            self._step_ms = steps_ms[-1]
             self.loop.complete_stretch(stretch, ends_ms)
             self.after_step()
 

@@ -7,6 +7,7 @@ runs; "full_model" adds attention, dense layers, LM head and the host's share to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +33,22 @@ class LayerTimes:
     layer_ms_L: Float = field(default_factory=lambda: np.zeros(0))
 
 
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """LayerTimes of S steps as columns: phases_SL[name] is [S, L], and so on."""
+
+    phases_SL: dict[str, Float]
+    step_ms_S: Float
+    attention_ms_S: Float
+    layer_ms_SL: Float
+
+    def each(self, steps: int) -> Iterator[LayerTimes]:
+        """The first `steps` one by one."""
+        for s in range(steps):
+            phases_L = {name: ms_SL[s] for name, ms_SL in self.phases_SL.items()}
+            yield LayerTimes(phases_L, float(self.step_ms_S[s]), float(self.attention_ms_S[s]), self.layer_ms_SL[s])
+
+
 def time_layers(
     cost: CostModel,
     traffic: Traffic,
@@ -41,7 +58,7 @@ def time_layers(
     """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time.
 
     barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step."""
-    return time_steps(cost, traffic, np.array([traffic.tokens]), load, barrier_each_layer)[0]
+    return next(time_steps(cost, traffic, np.array([traffic.tokens]), load, barrier_each_layer).each(1))
 
 
 def time_steps(
@@ -50,11 +67,11 @@ def time_steps(
     tokens_S: NDArray[np.integer],
     load: AttentionLoad | None = None,
     barrier_each_layer: bool = False,
-) -> list[LayerTimes]:
+) -> StepTimes:
     """Price S forward passes of so many tokens at once, as one of S * L layers. load: of [S, G] (or [G] where S = 1)."""
     layers, steps = traffic.num_layers, len(tokens_S)
     if not traffic.tokens:
-        return [LayerTimes({}, 0.0, 0.0, np.zeros(layers // steps)) for _ in range(steps)]
+        return StepTimes({}, np.zeros(steps), np.zeros(steps), np.zeros((steps, layers // steps)))
     phases = {"gate": cost.gate(traffic), "permute": cost.permute(traffic)}
     plan_ms_S = [cost.plan(tokens) for tokens in tokens_S.tolist()]
     if any(plan_ms_S):
@@ -77,6 +94,5 @@ def time_steps(
     step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
     if load is not None:
         step_S = np.maximum(step_S, cost.eager_ms(load))
-    phases_SL = [ms.reshape(steps, -1) for ms in phases.values()]
-    each = zip(zip(*phases_SL, strict=True), step_S.tolist(), attention_S.tolist(), layer_SL, strict=True)
-    return [LayerTimes(dict(zip(phases, row, strict=True)), *rest) for row, *rest in each]
+    phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}
+    return StepTimes(phases_SL, step_S, attention_S, layer_SL)

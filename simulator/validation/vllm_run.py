@@ -73,9 +73,9 @@ class OperatorTimer:
         self.timeline.steps.append(LayerTimes({}, step_ms))
         return self.timeline.steps[-1]
 
-    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> list[LayerTimes]:
+    def run_ahead(self, stretch: Stretch, tokens: TokenRows, queues: int) -> list[float]:
         """One step at a time."""
-        return [self.run_plan(stretch.first, tokens, queues)]
+        return [self.run_plan(stretch.first, tokens, queues).step_ms]
 
     def keep(self, steps: int) -> None:
         """run_plan has recorded the step."""

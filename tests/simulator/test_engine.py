@@ -86,7 +86,7 @@ class ConstantTimer:
         return self.timeline.steps[-1]
 
     def run_ahead(self, stretch, tokens, queues):
-        return [self.run_plan(stretch.first, tokens, queues)]
+        return [self.run_plan(stretch.first, tokens, queues).step_ms]
 
     def keep(self, steps):
         pass
