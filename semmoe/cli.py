@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt as stop:
         name = stop.args[0] if stop.args else "interrupted"
-        _say(command, f"{name}; finished rows are kept, the same command continues")
+        _say(command, f"{name}; {KEPT.get(command, 'nothing was kept, the same command starts anew')}")
         return 143 if stop.args else 130
     except BrokenPipeError:  # the reader of our output went away, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -249,6 +249,11 @@ def policies(rest: Sequence[str]) -> int:
     return 0
 
 
+# what is there of a command that was stopped
+KEPT = dict.fromkeys(("simulate", "measure"), "finished rows are kept, the same command continues") | {
+    "slo": "rows of finished rates are kept, the same command starts anew",
+    "advise": "placements are kept, the same command starts anew from them",
+}
 # commands that take key=value of the config
 CONFIGURED = ("simulate", "measure", "calibrate", "place", "check", "slo", "timeline", "breakeven", "advise")
 COMMANDS = {

@@ -12,6 +12,7 @@ from semmoe.evaluate import GPTOSS
 from . import published
 from .book import Book, Page, Table, kept, markdown, named
 
+PUBLISHED = "Sem-MoE as published"
 LEAST_GAIN_PCT = 1.0  # predictions closer than this are not told apart (semmoe/verdict.py)
 
 
@@ -84,9 +85,7 @@ def _recorded(book: Book) -> tuple[Table, list[str], list[str]]:
                       "imbalance": f"{r.imbalance_step:.2f}"} for r in cell.itertuples()]  # fmt: skip
             parts.append(f"## recorded routes of {name}, EP{ep}, {flow}\n\n{markdown(pd.DataFrame(lines))}")
             lar = cell.set_index("policy").lar_replayed
-            gains = [
-                f"{p} {100 * (lar[p] - lar['vanilla']):+.0f}" for p in ("Sem-MoE as published", "semantic + semantic")
-            ]
+            gains = [f"{p} {100 * (lar[p] - lar['vanilla']):+.0f}" for p in (PUBLISHED, "semantic + semantic")]
             said.append(f"recorded routes of {name}, EP{ep}, {flow}: LAR points over vanilla: {', '.join(gains)}.")
     if not GPTOSS.is_file():
         said.append(f"no rows on the public routes of gpt-oss-20b: {GPTOSS.name} is not here (shared/data/traces).")
@@ -111,7 +110,7 @@ def _layer_line(row: Table, cell: Table, best_ms: float) -> dict[str, str]:
 
 def _locality_said(model: str, ep: int, flow: str, cell: Table, best_ms: float) -> list[str]:
     said = []
-    for policy in ("moetuner", "Sem-MoE as published", "semantic + semantic"):
+    for policy in ("moetuner", PUBLISHED, "semantic + semantic"):
         found, base = cell[cell.policy == policy], cell[cell.policy == "vanilla"]
         if found.empty or base.empty:
             continue
@@ -125,11 +124,18 @@ def _locality_said(model: str, ep: int, flow: str, cell: Table, best_ms: float) 
             words += ", by balance alone"
         elif flow != "dp" and ep == 4:
             points, pct = published.LAR_GAIN_POINTS[model], published.LAYER_LATENCY_PCT[model]
-            words += f" (paper: {points:+.0f} points, {pct} % against vanilla)"
+            fitted = ", which the drawn routes are fitted to under these policies" if policy == PUBLISHED else ""
+            words += f" (paper: {points:+.0f} points{fitted}; {pct} % against vanilla{', predicted' if fitted else ''})"
         elif ep == 8 and model == "deepseek-v2-lite" and flow == "dp":
             others = cell[cell.policy.isin(["vanilla", "moetuner", "eplb"])].lar_replayed.max()
             low, high = published.DP_LAR_PCT
-            words += f"; LAR {100 * (row.lar_replayed / others - 1):+.1f} % over the best baseline (paper: {low} or {high} %)"
+            words += (
+                f"; LAR {100 * (row.lar_replayed / others - 1):+.1f} % over the best baseline (paper: {low} or {high} %"
+            )
+            words += (
+                f", no more than {(1 + high / 100) * others:.2f} where a baseline has {others:.2f}; read as points, "
+            )
+            words += f"{low:+} or {high:+} beside {100 * (row.lar_replayed - others):+.1f})"
         said.append(words + ".")
     return said
 

@@ -184,6 +184,18 @@ def test_a_file_where_the_folder_of_the_run_should_be_is_named(here, capsys, spo
     )  # rows or plans
 
 
+@pytest.mark.parametrize(("command", "words"), [
+    ("simulate", "finished rows are kept, the same command continues"), ("slo", "rows of finished rates are kept"),
+    ("advise", "placements are kept"), ("breakeven", "nothing was kept"),
+])  # fmt: skip
+def test_a_stopped_command_says_what_is_left_of_it(capsys, monkeypatch, command, words):
+    def stopped(rest):
+        raise KeyboardInterrupt("terminated")
+
+    monkeypatch.setitem(cli.COMMANDS, command, stopped)
+    assert cli.main([command]) == 143 and words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_command_with_their_status_and_leave_whole_rows_only(here, stop, status):
     command = [sys.executable, "-m", "semmoe.cli", "simulate", "-m", "workload.max_batches=40", "planned_folds=0"]

@@ -13,6 +13,7 @@ from simulator.paper.app import PAGES, gather, main, reduced_rows
 from simulator.paper.book import Page, write
 from simulator.paper.layers import gains_over_better_baseline
 from simulator.paper.served import rate_within
+from simulator.paper.verdicts import CONFIRMED, GAIN, LOSS, _nulls_said, against_null
 
 COMMITTED = Path(__file__).parents[2] / "results" / "paper"
 
@@ -63,6 +64,16 @@ def test_gains_are_over_the_better_baseline_of_the_setting() -> None:
         found.loc["tp_shuffled", "gain_pct"] == pytest.approx(50)
         and found.loc["tp_shuffled", "baseline"] == "two all-reduces"
     )
+
+
+def test_a_null_is_confirmed_by_an_interval_around_zero_alone() -> None:
+    assert against_null(-3.0, 4.0) == CONFIRMED and against_null(-30.0, -2.0) == LOSS and against_null(1.0, 9.0) == GAIN
+    nulls = [(-2.0, 3.0), (-30.0, -10.0), (-9.0, -1.0), (2.0, 9.0)]
+    rows = [
+        {"public": "null: x", "gain_pct": (low + high) / 2, "low_pct": low, "high_pct": high} for low, high in nulls
+    ]
+    said = _nulls_said(pd.DataFrame([*rows, {"public": "", "gain_pct": 50.0, "low_pct": 40.0, "high_pct": 60.0}]))
+    assert "Of 4 published nulls 1 are confirmed" in said and "in 2 a loss" in said and "in 1 a gain" in said
 
 
 def test_the_readme_gathers_the_sentences(tmp_path: Path) -> None:
