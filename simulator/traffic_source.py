@@ -1,9 +1,9 @@
-"""Where the Traffic of a step comes from: the routes of its very tokens, or what the training part leads to expect.
+"""Where the Traffic of a step comes from: the routes of its very tokens, or what tokens at their homes have on average.
 
     TracedTraffic    every token's experts in every layer, from the held-out trace (routing=traced)
     ExpectedTraffic  no routes: so many tokens at each home times rates a token (routing=expected). Rates are means over the
-                     training part, planned with the same policies: assignments and distinct serving ranks by home, and the
-                     chance p of each slot. The expected active slots are sum(1 - prod_homes (1 - p)^tokens), as if tokens
+                     held-out part, planned with the same policies (the training part, which they have seen, would
+                     flatter them): assignments and distinct serving ranks by home, and the chance p of each slot. The expected active slots are sum(1 - prod_homes (1 - p)^tokens), as if tokens
                      were independent. Rates of a home lean to those of all homes by PRIOR tokens
 
 What expectation cannot show: the slowest rank of a step is slower than the mean one by chance, and tokens of a request
@@ -29,7 +29,7 @@ from semmoe.wiring import Wiring
 
 Float = NDArray[np.float64]
 PRIOR = 32.0  # tokens
-BATCH = 512  # training tokens planned at once
+BATCH = 512  # tokens planned at once
 
 
 class TrafficSource(Protocol):
@@ -84,7 +84,7 @@ class ExpectedTraffic:
     chance_SLP of each slot, copies_LSN to each node; home_LG: share of a step's tokens at home on each rank."""
 
     def __init__(self, planner: StepPlanner, rank_R: NDArray[np.integer] | None, wiring: Wiring) -> None:
-        """planner: over the training part; rank_R: rank of each of its requests where the flow has one (dp)."""
+        """planner: over the requests to average over; rank_R: rank of each of its requests where the flow has one (dp)."""
         wiring = wiring.with_pairs()
         if wiring.wide:
             raise UserError(f"routing=expected knows rates of pairs, not of {wiring.ranks} ranks; use routing=traced")

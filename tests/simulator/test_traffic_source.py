@@ -94,3 +94,9 @@ def test_rows_of_few_expected_tokens_add_up_on_every_link(flow, dispatcher, buil
         for name in ("node_rows_L", "nic_rows_L"):
             assert getattr(more, name) == pytest.approx(1000 * getattr(ports, name)), (one.op, name)
         assert loads_of(thousand, wiring).port_L == pytest.approx(1000 * loads_of(one, wiring).port_L), one.op
+
+
+def test_expected_locality_is_that_of_unseen_requests(builder):
+    learnt = ("train_fraction=0.1", "placement=semantic", "request_scheduler=semantic", "planned_folds=0")
+    rows = [simulate(build(builder, *SERVED, *learnt, f"routing={routing}")) for routing in ("traced", "expected")]
+    assert rows[1]["lar_replayed"] == pytest.approx(rows[0]["lar_replayed"], rel=0.03)
