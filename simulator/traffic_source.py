@@ -2,12 +2,15 @@
 
     TracedTraffic    every token's experts in every layer, from the held-out trace (routing=traced)
     ExpectedTraffic  no routes: so many tokens at each home times rates a token (routing=expected). Rates are means over the
-                     held-out part, planned with the same policies (the training part, which they have seen, would
-                     flatter them): assignments and distinct serving ranks by home, and the chance p of each slot. The expected active slots are sum(1 - prod_homes (1 - p)^tokens), as if tokens
-                     were independent. Rates of a home lean to those of all homes by PRIOR tokens
+                     held-out part, planned with the same policies (the training part, which they have seen, would flatter
+                     them): assignments and distinct serving ranks by home, and the chance p of each slot. The expected
+                     active slots are sum(1 - prod_homes (1 - p)^tokens), as if tokens were independent. Rates of a home
+                     lean to those of all homes by PRIOR tokens
 
 What expectation cannot show: the slowest rank of a step is slower than the mean one by chance, and tokens of a request
-are alike. `python -m simulator.expected_error` measures both against traced routes.
+are alike, and requests that queue are homed otherwise than all of them at once (`request_ranks`), as the rates have it: the
+locality of a scheduler that looks at content comes out too high. `python -m simulator.expected_error` measures it
+all against traced routes.
 """
 
 from __future__ import annotations
