@@ -94,5 +94,10 @@ def sizes_of(spec: DispatchSpec, ranks: int, shape: Shape) -> Sizes:
     }
 
 
+def largest_sizes(spec: DispatchSpec, ranks: int, most_rows: int) -> Sizes:
+    """Of a run with at most so many tokens at home on a rank."""
+    return sizes_of(spec, ranks, Shape(most_rows * ranks, bucket(most_rows)))
+
+
 def total_bytes(sizes: Sizes) -> int:
     return sum(aligned(rows * cols * dtype.itemsize) for rows, cols, dtype in sizes.values())

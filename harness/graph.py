@@ -23,7 +23,7 @@ from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError, nearest
 from semmoe.run import Run
 
-from .fixed import FixedBuffers, Shape, bucket, sizes_of, total_bytes
+from .fixed import FixedBuffers, Shape, bucket, largest_sizes, total_bytes
 from .layer import LayerOutput
 from .stack import LayerInput, Stack
 from .transport.pull import PullTransport
@@ -84,16 +84,13 @@ class GraphStack(Stack):
         super().__init__(context, run)
         assert isinstance(self.transport, PullTransport)
         memory = self.transport.fixed_memory(self.fixed_bytes(self.most_rows))
-        self._fixed = FixedBuffers.in_memory(memory, context.rank, self._sizes(self.most_rows))
+        sizes = largest_sizes(self.spec, context.ranks, self.most_rows)
+        self._fixed = FixedBuffers.in_memory(memory, context.rank, sizes)
         self._captured: dict[tuple[int, Shape], tuple[DeviceLayer, Replay]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def fixed_bytes(self, most_rows: int) -> int:
-        return total_bytes(self._sizes(most_rows))
-
-    def _sizes(self, most_rows: int) -> dict[str, Any]:
-        rows = bucket(most_rows)
-        return sizes_of(self.spec, self.context.ranks, Shape(most_rows * self.context.ranks, rows))
+        return total_bytes(largest_sizes(self.spec, self.context.ranks, most_rows))
 
     def prepare(self, inputs: list[LayerInput]) -> None:
         """Capture what has not been captured yet."""

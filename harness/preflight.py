@@ -25,6 +25,7 @@ from semmoe.errors import UserError
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
+from .fixed import largest_sizes, total_bytes
 from .nvlink import nvlink_text
 from .pool import Pool
 from .stack import max_home_tokens
@@ -74,11 +75,13 @@ def needs_of(run: Run) -> Needs:
     name = str(run.cfg["transport"]["name"])
     most = max_home_tokens(run)
     staged = stage_bytes_for(spec, most * run.ep_size, run.ep_size, most)
+    captured = name == "symmetric" and run.kind == "batches" and run.cfg["measure"]["cuda_graph"] != "off"
+    fixed = total_bytes(largest_sizes(spec, run.ep_size, most)) if captured else 0
     return Needs(
         name,
         int(slots * expert * width),
         int(model.num_experts * expert * (width + 4)),
-        region_bytes(staged, ARENA_BYTES) if name in ("shared", "symmetric") else 0,
+        region_bytes(staged, ARENA_BYTES + fixed) if name in ("shared", "symmetric") else 0,
     )
 
 

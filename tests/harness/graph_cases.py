@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from host_reads import HostReadError, no_host_reads
 from layer_cases import DTYPES, TOP_K, Case, CaseWeights, make_data
@@ -15,8 +16,13 @@ from harness.counting import Counter
 from harness.device_layer import DeviceLayer
 from harness.fixed import FixedBuffers, Shape, bucket, sizes_of, total_bytes
 from harness.layer import build_layers
+from harness.measure import measure_batches
+from harness.record import RankRecord
 from harness.reference.gate import Gating
 from harness.transport.virtual import run_virtual
+from harness.virtual_pool import VirtualPool
+from semmoe.errors import UserError
+from semmoe.run import Run
 
 
 def captured(
@@ -104,3 +110,26 @@ def reads_are_seen() -> list[str]:
     with no_host_reads():
         torch.where(x > 2, x, -1).index_select(0, x).repeat_interleave(2, output_size=12)
     return seen
+
+
+def measured_by_replays(run: Run, spoiled: bool) -> tuple[list[RankRecord] | str, int]:
+    """(what the ranks of a measured run bring back, or what they say, captures): `measure_batches` as on a GPU, dry.
+
+    spoiled: answers are not summed, so that the check must see it.
+    """
+    captures = []
+    record = graph.Replay.__init__
+
+    def counted(self: Any, transport: Any, *rest: Any) -> None:
+        captures.append(transport.rank)
+        record(self, transport, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, VirtualPool(run.ep_size, timeout_s=300.0) as pool:
+        patch.setattr(graph, "why_eager", lambda run, device: None)
+        patch.setattr(graph.Replay, "__init__", counted)
+        if spoiled:
+            patch.setattr(DeviceLayer, "_combine", lambda self: setattr(self, "back_G", self.rows_pulled_G))
+        try:
+            return pool.run(measure_batches, run), len(captures)
+        except UserError as error:
+            return str(error), len(captures)

@@ -94,6 +94,27 @@ def test_two_processes_replay_with_barriers_inside_the_kernels() -> None:
         check(again or case, 2, [results[rank][i] for rank in range(2)])
 
 
+def test_a_measured_run_is_checked_after_replay_and_counts_what_the_routes_say() -> None:
+    """`measure_batches` on a GraphStack; one layer of four experts, as the interpreter is slow."""
+    run = build(
+        "transport=virtual", "transport.kernels=triton", "measure.cuda_graph=on", "flow=tp_shuffled", "token_scheduler=none",
+        "measure.warmup=0", "workload.batch_tokens=5", "trace=synthetic", "trace.requests=8", "trace.prompt_len=4",
+        "trace.output_len=4", "trace.groups=2", "trace.topics=2", "model.num_layers=1", "model.layer_ids=[0]",
+        "model.num_experts=4", "model.top_k=2", "model.hidden=32", "model.expert_ffn=16",
+    )  # fmt: skip
+    records, captures = rank_processes().run(on_rank_zero, graph_cases.measured_by_replays, (run, False))[0]
+    planner, meter, counted = run.planner(), run.meter(), run.meter()
+    for step, (rows_T, queue_T) in enumerate(run.batch_steps()):
+        routed = planner.route(rows_T, queue_T)
+        meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, run.recipe.slots, run.ep_size, run.spec))
+        counted.add(traffic_of([record.counters_S[step] for record in records]))
+    assert counted.columns()["lar"] == meter.columns()["lar"] and records[0].output_error < FP32
+    assert captures == 2, "the layer on both ranks, once for both batches"
+    assert min(records[0].step_ns_S) > 0 and len(records[0].step_ns_S) == 2
+    said, _ = rank_processes().run(on_rank_zero, graph_cases.measured_by_replays, (run, True))[0]
+    assert "differs from the single-process reference" in said and "nothing was timed" in said
+
+
 def test_the_guard_sees_every_kind_of_read() -> None:
     seen = rank_processes().run(on_rank_zero, graph_cases.reads_are_seen, ())[0]
     assert (
