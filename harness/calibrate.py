@@ -25,7 +25,7 @@ from .fit import Samples, steady
 from .layer import build_layers
 from .pool import Pool
 from .reference.gate import Gating
-from .rotation import rotate
+from .rotation import burnt_memory, in_a_layer, rotate
 from .single_attention import attention_operations, end_operations, is_tiny
 from .single_local import expert_operations, gate_operations, permute_operations, time_machine
 from .single_ops import Case, per_call, time_collectives
@@ -169,10 +169,12 @@ def local_work_task(context: RankContext, run: Run, effort: Effort, predictors: 
     operations |= gate_operations(several[0], effort.local_tokens)
     index_work, handled = permute_operations(layers, effort.local_tokens)
     operations |= index_work
-    shuffled = _spec(run, "tp_shuffled", "a2a_dedup")
-    operations |= plan_operations(context, run, shuffled, predictors, effort.planned_tokens)
     if is_tiny(run.model):
         operations |= attention_operations(context) | end_operations(context, effort.entries)
+    burnt = burnt_memory()
+    operations = {key: in_a_layer(operation, burnt) for key, operation in operations.items()}
+    shuffled = _spec(run, "tp_shuffled", "a2a_dedup")
+    operations |= plan_operations(context, run, shuffled, predictors, effort.planned_tokens)
     return {
         "times": rotate(context, operations, effort.local_samples),
         "handled": handled,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -41,13 +42,17 @@ class CpuTimer(PhaseTimer):
 def expert_operations(layers: Sequence[MoELayer], grid: Sequence[tuple[int, int]]) -> Operations:
     """The experts for every (active experts, rows of each); their weights are those of another layer every time."""
     operations: Operations = {}
-    for i, (active, each) in enumerate(grid):
-        weights = layers[i % len(layers)].weights
-        w13_S2FH, w2_SHF = weights.w13_S2FH, weights.w2_SHF
+    turns = cycle([(layer.weights.w13_S2FH, layer.weights.w2_SHF) for layer in layers])
+
+    def next_layer(rows_NH: Tensor, counts_S: Tensor) -> None:
+        run_experts(rows_NH, counts_S, *next(turns))
+
+    w13_S2FH, w2_SHF = next(turns)
+    for active, each in grid:
         counts_S = torch.zeros(len(w13_S2FH), dtype=torch.int64)
         counts_S[:active] = each
         rows_NH = torch.randn(active * each, w2_SHF.shape[1]).to(w2_SHF.dtype)
-        operations["experts", active, each] = clocked(partial(run_experts, rows_NH, counts_S, w13_S2FH, w2_SHF))
+        operations["experts", active, each] = clocked(partial(next_layer, rows_NH, counts_S))
     return operations
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .rotation import Operation, rotate
+from .rotation import Operation, burn, burnt_memory, rotate
 from .transport.base import RowTransport
 from .transport.choose import make_transport
 from .transport.plan import ShufflePlan
@@ -31,7 +31,6 @@ from .worker import RankContext
 STAGE_BYTES = 64 << 20  # what one operation may stage in shared memory; pages are touched only when used
 OPENING = 2  # calls after a barrier that are kept apart: the exchanges of a layer of attention-DP
 META_INTS = 8  # int32 that gather_rows carries beside a row: slot and weight of four choices
-BURNT_ROWS, BURNT_COLUMNS = 64, 1 << 15  # fp32 that `_burn` walks over, row by row: 8 MiB
 
 
 class Case(NamedTuple):
@@ -68,7 +67,7 @@ def time_collectives(
     transport = make_transport(name, group, STAGE_BYTES)
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
-    burnt = torch.zeros(BURNT_ROWS, BURNT_COLUMNS)
+    burnt = burnt_memory()
     ranks_per_core = -(-members // cores)
     operations: dict[Case, Operation] = {
         case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, busy_us, ranks_per_core, burnt)
@@ -98,7 +97,7 @@ def _in_a_row(
     work_us, start = 0.0, time.perf_counter_ns()
     ends_us = []
     for _ in range(inner):
-        work_us += _burn(busy_us, burnt)
+        work_us += burn(busy_us, burnt)
         call()
         ends_us.append((time.perf_counter_ns() - start) / 1e3 - work_us * ranks_per_core)
     return ends_us[OPENING - 1], ends_us[-1]
@@ -110,16 +109,6 @@ def per_call(ends_GS2: NDArray[np.float64], inner: int) -> tuple[NDArray[np.floa
     Worked example, two ranks, four calls: [200, 400] and [240, 360] -> 240 and (400 - 240) / 2 = 80."""
     opening_S, last_S = ends_GS2.max(axis=0).T
     return np.maximum(opening_S, 1.0), np.maximum((last_S - opening_S) / (inner - OPENING), 1.0)
-
-
-def _burn(cpu_us: float, burnt: Tensor) -> float:
-    """Work of at least `cpu_us` of CPU time; returns what it was."""
-    start, spent_us, row = time.thread_time_ns(), 0.0, 0
-    while spent_us < cpu_us:
-        burnt[row % len(burnt)].add_(1.0)
-        row += 1
-        spent_us = (time.thread_time_ns() - start) / 1e3
-    return spent_us
 
 
 def _collective(transport: RowTransport, case: Case, hidden: int, group: Any) -> Callable[[], Any]:
