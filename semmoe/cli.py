@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # or a reader that went away shows at the interpreter's end only
         return status
     except KeyboardInterrupt as stop:
-        name = stop.args[0] if stop.args else "interrupted"
-        _say(command, f"{name}; {KEPT.get(command, 'nothing was kept, the same command starts anew')}")
-        return 143 if stop.args else 130
+        return _stopped(command, stop)
     except BrokenPipeError:  # the reader of our output went away, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -66,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(command, f"out of memory ({error or 'no details'}); use fewer tokens, requests or ranks, or model_scale")
         return 1
     except Exception as error:
+        within = _stop_within(error)
+        if within is not None:
+            return _stopped(command, within)
         where = place_of(error)
         if where:  # inside a policy of the user's own
             _say(command, f"{where}{told(error)}")
@@ -91,6 +92,19 @@ def _run(words: list[str]) -> int:
         return 0
     with _ended_by_sigterm():
         return COMMANDS[command](rest) or 0
+
+
+def _stop_within(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The stop that came while a compiled kernel handed over its result: a SystemError, or several, is wrapped around it."""
+    while isinstance(error, SystemError):
+        error = error.__cause__
+    return error if isinstance(error, KeyboardInterrupt) else None
+
+
+def _stopped(command: str, stop: KeyboardInterrupt) -> int:
+    name = stop.args[0] if stop.args else "interrupted"
+    _say(command, f"{name}; {KEPT.get(command, 'nothing was kept, the same command starts anew')}")
+    return 143 if stop.args else 130
 
 
 def _say(command: str, text: str) -> None:

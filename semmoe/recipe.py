@@ -177,9 +177,10 @@ class Recipe:
         batch_tokens: int,
         composition: str = "shuffled",
         max_batches: int | None = None,
+        head_tokens: int = 0,
     ) -> LocalityMeter:
-        """LAR, fan-out, imbalance and bytes of `trace` in batches."""
-        home_T = self.request_ranks(fitted, trace)[trace.request_T] if self.spec.flow == "dp" else None
+        """LAR, fan-out, imbalance and bytes of `trace` in batches. head_tokens: see request_ranks (flow dp)."""
+        home_T = self.request_ranks(fitted, trace, head_tokens)[trace.request_T] if self.spec.flow == "dp" else None
         steps = batches(trace, batch_tokens, composition, max_batches, self.seed)
         return self.metered(fitted, trace, steps, home_T)
 

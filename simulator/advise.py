@@ -22,12 +22,9 @@ from numpy.typing import NDArray
 
 from semmoe.builder import RunBuilder
 from semmoe.config import conf_dir
-from semmoe.locality import LocalityMeter
 from semmoe.recipe import Fitted, Recipe
 from semmoe.run import Run
 from semmoe.trace import RoutingTrace
-from semmoe.traffic import count_traffic
-from semmoe.workload import batches
 
 from . import app
 from .app import step_timer
@@ -279,15 +276,7 @@ def homed_lar(
 ) -> float:
     """LAR of other requests under a plan; in attention-DP each is homed by the experts of its first tokens, so that
     words which the plan never saw do not matter."""
-    if recipe.spec.flow != "dp":
-        return float(recipe.locality(fitted, trace, batch_tokens).columns()["lar"])
-    rank_R = recipe.request_ranks(fitted, trace, head_tokens)
-    planner = recipe.planner(fitted, trace)
-    meter = LocalityMeter(trace.num_layers, recipe.ep_size)
-    for rows_T in batches(trace, batch_tokens, "shuffled", None, recipe.seed):
-        routed = planner.route(rows_T, rank_R[trace.request_T[rows_T]])
-        meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, recipe.slots, recipe.ep_size, recipe.spec))
-    return float(meter.columns()["lar"])
+    return float(recipe.locality(fitted, trace, batch_tokens, head_tokens=head_tokens).columns()["lar"])
 
 
 def serve(run: Run) -> tuple[dict[str, Any], NDArray[np.int64]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 
+import numba
+import numpy as np
 import pytest
 
 from semmoe import cli
@@ -206,6 +209,28 @@ def test_signals_end_the_command_with_their_status_and_leave_whole_rows_only(her
     assert child.returncode == status and "finished rows are kept" in err and "Traceback" not in err
     files = list((here / "results/runs/default").iterdir())
     assert files and all(json.loads(file.read_text())["tokens"] for file in files)
+
+
+@pytest.mark.parametrize(("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_within_a_compiled_kernel_ends_the_command_as_anywhere_else(monkeypatch, capsys, stop, status):
+    kill = ctypes.CDLL(None).kill
+    kill.argtypes, kill.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    process = os.getpid()
+
+    @numba.njit
+    def kernel(array, number):
+        kill(process, number)
+        return array[1:], array[::2]  # Python's C code makes views of these, and the handler runs before it is done
+
+    def stopped_inside(rest):
+        kernel(np.zeros(4), int(stop))
+        return 0
+
+    kernel(np.zeros(4), 0)
+    monkeypatch.setitem(cli.COMMANDS, "simulate", stopped_inside)
+    code, _, err = run(capsys, "simulate")
+    assert (code, err.count("\n")) == (status, 1), err
+    assert "finished rows are kept" in err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["policies"]])
