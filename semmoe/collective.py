@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .over_ranks import total
 from .ports import Ports, relayed_ports, straight_ports
 from .route_counts import pair_sums
 from .wiring import Int, Wiring
@@ -19,12 +18,13 @@ TOWARDS_HOME = ("combine", "srs", "reduce_scatter")
 @dataclass(frozen=True, eq=False)
 class PairSums:
     """Of rows [L, s, d]: sent_LG and received_LG between different ranks, local_LG on the diagonal, and the most from one
-    rank to one other."""
+    rank to one other. remote_L: all rows that leave their rank."""
 
     sent_LG: Int
     received_LG: Int
     local_LG: Int
     largest_L: Int
+    remote_L: Int
 
     @classmethod
     def of(cls, rows_LGG: Int) -> PairSums:
@@ -32,16 +32,11 @@ class PairSums:
 
     def cut(self, layers: slice) -> PairSums:
         """Of some layers."""
-        return PairSums(self.sent_LG[layers], self.received_LG[layers], self.local_LG[layers], self.largest_L[layers])
+        return PairSums(*(getattr(self, part.name)[layers] for part in fields(self)))
 
     def reversed(self) -> PairSums:
         """Of the same exchange the other way."""
-        return PairSums(self.received_LG, self.sent_LG, self.local_LG, self.largest_L)
-
-    @cached_property
-    def remote_L(self) -> Int:
-        """Rows that leave their rank."""
-        return total(self.sent_LG)
+        return replace(self, sent_LG=self.received_LG, received_LG=self.sent_LG)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,9 @@ class LocalityMeter:
         """Count a step, or several, whose layers follow each other in the traffic."""
 
         def over_steps(values: NDArray[Any]) -> NDArray[Any]:
-            return values if steps == 1 else values.reshape(steps, -1, *values.shape[1:]).sum(axis=0)
+            return (
+                values if steps == 1 else values.reshape(steps, -1, *values.shape[1:]).sum(axis=0, dtype=values.dtype)
+            )
 
         # sums are not in place: expected traffic has fractions
         if self.wiring.wide:
@@ -58,7 +60,7 @@ class LocalityMeter:
         most_L = most(traffic.expert_rows_LG)
         self._imbalance_sum_L += over_steps(np.divide(most_L, mean_L, out=np.zeros(len(mean_L)), where=busy))
         self._active_sum += float(most(traffic.active_experts_LG)[busy].sum())
-        self._counted_L += over_steps(busy)
+        self._counted_L += over_steps(busy.astype(np.int64))
         self.metadata_bytes += traffic.metadata_bytes
         for c in traffic.collectives:
             node, nic, spine = self._tier_bytes(c)

@@ -61,7 +61,7 @@ def _count(routes_NLk, rows_T, rank_LX, homes_TH, step_T, ep_size, steps):  # ty
         _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
     else:
         _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, used)
-    sent, received, local, _ = pair_sums(pairs)
+    sent, received, local, _, _ = pair_sums(pairs)
     homes = np.zeros((steps * layers, ep_size), dtype=np.int64)
     rows, active = np.zeros_like(homes), np.zeros_like(homes)
     for i in range(steps * layers):
@@ -117,7 +117,7 @@ def _count_octet(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct,
                     shift = np.uint64(16 * (d // 2))
                     pairs[i, s, d] += np.int32((lanes[s, i, d % 2] >> shift) & lane)
                     distinct[i, s, d] += np.int32((lanes[s, i, 2 + d % 2] >> shift) & lane)
-        lanes[:] = 0
+                lanes[s, i] = 0
 
 
 @numba.njit(cache=True)
@@ -142,11 +142,12 @@ def _count_many(routes_NLk, rows_T, rank_LX, homes_TH, step_T, pairs, distinct, 
 
 @numba.njit(cache=True)
 def pair_sums(pairs_LGG):  # type: ignore[no-untyped-def]
-    """(sent_LG, received_LG, local_LG, largest_L): sums and largest of the rows between different ranks, and the diagonal."""
+    """(sent_LG, received_LG, local_LG, largest_L, remote_L): of the rows between different ranks the sums by rank, the
+    largest and all together; and the diagonal."""
     layers, ranks, _ = pairs_LGG.shape
     sent = np.zeros((layers, ranks), dtype=pairs_LGG.dtype)
     received, local = np.zeros_like(sent), np.zeros_like(sent)
-    largest = np.zeros(layers, dtype=pairs_LGG.dtype)
+    largest, remote = np.zeros(layers, dtype=pairs_LGG.dtype), np.zeros(layers, dtype=pairs_LGG.dtype)
     for layer in range(layers):
         none = most = largest[layer]
         for s in range(ranks):
@@ -157,8 +158,9 @@ def pair_sums(pairs_LGG):  # type: ignore[no-untyped-def]
                 received[layer, d] += rows
                 most = max(most, rows)
             sent[layer, s], local[layer, s] = out, pairs_LGG[layer, s, s]
+            remote[layer] += out
         largest[layer] = most
-    return sent, received, local, largest
+    return sent, received, local, largest, remote
 
 
 @numba.njit(cache=True)

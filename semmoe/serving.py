@@ -262,12 +262,13 @@ class ServingLoop:
         running request decodes and all of them have room."""
         step = self._in_flight
         assert step is not None
+        if most == 1 or self.kv.caching or any(queue.waiting for queue in self.queues):
+            return Stretch(step, StepPlan(step.index + 1, *np.zeros((5, 0), dtype=np.int64)))
         ids = np.array([request for queue in self.queues for request in queue.running], dtype=np.int64)
         next_N = self.prompt_R[ids] + self.produced_R[ids]  # computed tokens, once the step is over
         left_N = self.output_R[ids] - self.produced_R[ids] - 1
-        whole = len(ids) == len(step.request_N) and int(next_N.sum()) == int(step.kv_len_N.sum())
-        if not whole or self.kv.caching or any(queue.waiting for queue in self.queues):
-            most = 1
+        if len(ids) != len(step.request_N) or int(next_N.sum()) != int(step.kv_len_N.sum()):
+            most = 1  # somebody is not in it, or does not finish its prompt
         rank_N, queues = self.rank_R[ids], len(self.queues)
         free_G = (
             self.limits.kv_tokens - self.kv.used_G - np.bincount(step.rank_N, step.count_N, queues).astype(np.int64)

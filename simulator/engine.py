@@ -174,7 +174,7 @@ class StepTimer:
             dense_layers = self.cost.model.num_layers - self.cost.model.num_moe_layers
             self.timeline.steps.append(overlapped(a, b, dense_layers, outside_ms))
         self.timeline.plans.append(step)
-        self.timeline.idle_rank_steps += queues - len(np.unique(step.rank_N))
+        self.timeline.idle_rank_steps += int((np.bincount(step.rank_N, minlength=queues) == 0).sum())
         return self.timeline.steps[-1]
 
 
@@ -215,13 +215,15 @@ class Server:
                 continue
             stretch = self.loop.stretch(self._likely_steps())
             steps_ms = self.timer.run_ahead(stretch, self.loop.tokens, len(self.loop.queues))
-            now_ms, ends_ms = float(self.env.now), list[float]()
+            now_ms, ends_ms, event_ms = float(self.env.now), list[float](), self.env.peek()
             for step_ms in steps_ms:
                 self.timer.timeline.start_ms.append(now_ms)
                 now_ms += step_ms
                 ends_ms.append(now_ms)
-                if now_ms >= self.env.peek() or len(ends_ms) == len(steps_ms):  # else nothing happens before it ends
-                    yield self.env.timeout(max(now_ms - self.env.now, 0.0))
+                if now_ms < event_ms and len(ends_ms) < len(steps_ms):
+                    continue  # nothing happens before it ends
+                yield self.env.timeout(max(now_ms - self.env.now, 0.0))
+                event_ms = self.env.peek()
                 if self.loop.pending:
                     break
             self.timer.keep(len(ends_ms))

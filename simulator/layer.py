@@ -73,9 +73,9 @@ def time_steps(
     if not traffic.tokens:
         return StepTimes({}, np.zeros(steps), np.zeros(steps), np.zeros((steps, layers // steps)))
     phases = {"gate": cost.gate(traffic), "permute": cost.permute(traffic)}
-    plan_ms_S = [cost.plan(tokens) for tokens in tokens_S.tolist()]
-    if any(plan_ms_S):
-        phases["plan"] = np.repeat(plan_ms_S, layers // steps)
+    plan_ms = {tokens: cost.plan(tokens) for tokens in set(tokens_S.tolist())}
+    if any(plan_ms.values()):
+        phases["plan"] = np.repeat([plan_ms[tokens] for tokens in tokens_S.tolist()], layers // steps)
     phases["experts"] = cost.experts(traffic.expert_rows_LG, traffic.active_experts_LG)
     phases |= cost.collectives(traffic)
     attention_S = outside_S = np.zeros(steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -45,18 +46,31 @@ class AttentionTable:
     def time_us(self, batch: ArrayLike, length: ArrayLike) -> Float:
         """Microseconds; any shape. Nothing for an empty batch."""
         batch, length = np.asarray(batch, dtype=np.float64), np.asarray(length, dtype=np.float64)
-        busy = (batch > 0) & (length > 0)
-        b, n = np.log(np.where(busy, batch, 1.0)), np.log(np.where(busy, length, 1.0))
-        i, u, past_b = _place(self._log_batch, b)
-        j, v, past_n = _place(self._log_length, n)
-        i1, j1 = np.minimum(i + 1, len(self._log_batch) - 1), np.minimum(j + 1, len(self._log_length) - 1)
-        z = self._log_us
-        inside = (1 - u) * ((1 - v) * z[i, j] + v * z[i, j1]) + u * ((1 - v) * z[i1, j] + v * z[i1, j1])
-        return np.where(busy, np.exp(inside + past_b + self.power * past_n), 0.0)
+        batch, length = np.broadcast_arrays(batch, length)
+        points = batch.ravel(), length.ravel()
+        return np.asarray(_time_us(*points, self._log_batch, self._log_length, self._log_us, self.power)).reshape(
+            batch.shape
+        )
 
 
-def _place(knots: Float, x: Float) -> tuple[NDArray[np.int64], Float, Float]:
-    """Index of the knot at or below x, share of the way to the next, and how far x lies beyond the last knot."""
-    place = np.interp(x, knots, np.arange(len(knots)))
-    index = place.astype(np.int64)
-    return index, place - index, np.maximum(x - knots[-1], 0.0)
+@numba.njit(cache=True)
+def _time_us(batch_N, length_N, log_batch, log_length, log_us, power):  # type: ignore[no-untyped-def]
+    made = np.zeros(len(batch_N))
+    for at in range(len(batch_N)):
+        if batch_N[at] > 0 and length_N[at] > 0:
+            i, i1, u, past_b = _place(log_batch, np.log(batch_N[at]))
+            j, j1, v, past_n = _place(log_length, np.log(length_N[at]))
+            low = (1 - v) * log_us[i, j] + v * log_us[i, j1]
+            high = (1 - v) * log_us[i1, j] + v * log_us[i1, j1]
+            made[at] = np.exp((1 - u) * low + u * high + past_b + power * past_n)
+    return made
+
+
+@numba.njit(cache=True)
+def _place(knots, x):  # type: ignore[no-untyped-def]
+    """The knots around x, share of the way from the one to the other, and how far x lies beyond the last."""
+    right = min(np.searchsorted(knots, x), len(knots) - 1)
+    left = max(right - 1, 0)
+    gap = knots[right] - knots[left]
+    share = min(max((x - knots[left]) / gap, 0.0), 1.0) if gap > 0 else 0.0
+    return left, right, share, max(x - knots[-1], 0.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -32,7 +33,7 @@ class LatencyCurve:
         self.op, self.ranks = curve.op, curve.ranks
         self._bytes, self._us = np.array(curve.bytes), np.array(curve.latency_us)
         self._floor_us, self._line = self._us[0], self._us[-1] / self._bytes[-1]
-        self._log_bytes = np.log(self._bytes)
+        self._log_bytes, self._ends = np.log(self._bytes), (self._bytes[0], self._bytes[-1])
         self._log_multiple = np.log(self._us / (self._floor_us + self._bytes * self._line))
         if len(self._bytes) > 1 and self._us[-1] > self._us[-2]:
             self._us_per_byte = (self._us[-1] - self._us[-2]) / (self._bytes[-1] - self._bytes[-2])
@@ -46,10 +47,28 @@ class LatencyCurve:
     def time_us(self, size_bytes: ArrayLike) -> Float:
         """Microseconds for messages of these sizes; any shape. A size of 0 costs the floor."""
         size = np.asarray(size_bytes, dtype=np.float64)
-        inside = np.minimum(np.maximum(size, self._bytes[0]), self._bytes[-1])
-        multiple = np.exp(np.interp(np.log(inside), self._log_bytes, self._log_multiple))
-        beyond = np.maximum(size - self._bytes[-1], 0.0) * self._us_per_byte
-        return (self._floor_us + inside * self._line) * multiple + beyond
+        law = (self._floor_us, self._line, self._us_per_byte)
+        return np.asarray(
+            _time_us(size.reshape(-1), self._log_bytes, self._log_multiple, self._ends, law).reshape(size.shape)
+        )
+
+
+@numba.njit(cache=True)
+def _time_us(size_N, log_bytes, log_multiple, ends, law):  # type: ignore[no-untyped-def]
+    floor_us, us_per_byte, us_per_byte_beyond = law
+    made = np.empty(len(size_N))
+    for n in range(len(size_N)):
+        inside = min(max(size_N[n], ends[0]), ends[1])
+        at = np.log(inside)
+        right = 0
+        for knot in range(len(log_bytes) - 1):  # a search by halves would mispredict every branch
+            right += log_bytes[knot] < at
+        left = max(right - 1, 0)
+        gap = log_bytes[right] - log_bytes[left]
+        share = (at - log_bytes[left]) / gap if gap > 0 else 0.0
+        multiple = np.exp(log_multiple[left] + share * (log_multiple[right] - log_multiple[left]))
+        made[n] = (floor_us + inside * us_per_byte) * multiple + max(size_N[n] - ends[1], 0.0) * us_per_byte_beyond
+    return made
 
 
 class CurveSet:

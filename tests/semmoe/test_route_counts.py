@@ -106,8 +106,9 @@ def test_replicas_count_as_slots_of_their_own():
 @pytest.mark.parametrize("dtype", [np.int64, np.float64])
 def test_sums_of_pairs_leave_the_diagonal_out(dtype):
     rows_LGG = np.random.default_rng(0).integers(0, 9, (3, 5, 5)).astype(dtype)
-    sent, received, local, largest = pair_sums(rows_LGG)
+    sent, received, local, largest, remote = pair_sums(rows_LGG)
     off = rows_LGG * (1 - np.eye(5, dtype=dtype))
+    assert np.array_equal(remote, off.sum(axis=(1, 2)))
     assert np.array_equal(sent, off.sum(axis=2)) and np.array_equal(received, off.sum(axis=1))
     assert np.array_equal(local, np.diagonal(rows_LGG, axis1=1, axis2=2)) and np.array_equal(largest, off.max((1, 2)))
 
