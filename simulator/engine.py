@@ -114,7 +114,7 @@ class StepTimer:
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
         plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
         self._can_run_ahead = plain and not overlap
-        self._ahead: tuple[Stretch, Traffic, StepTimes, int] | None = None
+        self._ahead: tuple[Stretch, Traffic, StepTimes, NDArray[np.int64]] | None = None
 
     def run(
         self, rows_T: NDArray[np.int64], queue_T: NDArray[np.integer] | None, load: AttentionLoad | None
@@ -135,17 +135,17 @@ class StepTimer:
         if stretch.steps == 1 or not self._can_run_ahead:
             return [self.run_plan(stretch.first, tokens, queues).step_ms]
         traffic = self.source.of_stretch(stretch, tokens)
-        load = AttentionLoad.of_stretch(stretch, queues) if self.full_model else None
-        times = time_steps(self.cost, traffic, stretch.tokens_SG(queues).sum(axis=1), load)
-        self._ahead = stretch, traffic, times, queues
+        tokens_SG = stretch.tokens_SG(queues)
+        load = AttentionLoad.of_stretch(stretch, tokens_SG) if self.full_model else None
+        times = time_steps(self.cost, traffic, tokens_SG.sum(axis=1), load)
+        self._ahead = stretch, traffic, times, tokens_SG
         return list(times.step_ms_S.tolist())
 
     def keep(self, steps: int) -> None:
         """Count and record the first `steps` of what run_ahead priced last."""
         if self._ahead is None:
             return
-        (stretch, traffic, times, queues), self._ahead = self._ahead, None
-        tokens_SG = stretch.tokens_SG(queues)
+        (stretch, traffic, times, tokens_SG), self._ahead = self._ahead, None
         layers = traffic.num_layers // len(tokens_SG)
 
         def part(first: int, last: int) -> Traffic:

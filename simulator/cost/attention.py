@@ -64,18 +64,22 @@ class AttentionLoad:
         return cls(*sums)
 
     @classmethod
-    def of_stretch(cls, stretch: Stretch, ranks: int) -> AttentionLoad:
+    def of_stretch(cls, stretch: Stretch, tokens_SG: NDArray[np.int64]) -> AttentionLoad:
         """Of each of its steps, [S, G]."""
+        ranks = tokens_SG.shape[1]
         first, rest = cls.of(stretch.first, ranks), stretch.rest
         entry_T, step_T = stretch.later_T
         kv_T = (rest.start_N[entry_T] + step_T).astype(np.float64)  # keys that a decode looks at, its own included
-        at_T, shape = step_T * ranks + rest.rank_N[entry_T], (stretch.steps, ranks)
+        at_T, shape = step_T * ranks + rest.rank_N[entry_T], tokens_SG.shape
         kv_SG = np.bincount(at_T, kv_T, shape[0] * ranks).astype(np.float64).reshape(shape)
-        tokens_SG = stretch.tokens_SG(ranks).astype(np.float64)
-        sequences_SG, decodes_SG, prefill_SG = tokens_SG.copy(), tokens_SG.copy(), np.zeros(shape)
+        sequences_SG, decodes_SG, prefill_SG = (
+            tokens_SG.astype(np.float64),
+            tokens_SG.astype(np.float64),
+            np.zeros(shape),
+        )
         kv_SG[0], sequences_SG[0], prefill_SG[0] = first.decode_kv_G, first.sequences_G, first.prefill_pairs_G
         decodes_SG[0] = first.decodes_G
-        return cls(tokens_SG, sequences_SG, prefill_SG, kv_SG, decodes_SG)
+        return cls(tokens_SG.astype(np.float64), sequences_SG, prefill_SG, kv_SG, decodes_SG)
 
 
 class AttentionCost:

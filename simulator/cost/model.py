@@ -5,13 +5,14 @@ All layers of a forward pass are priced in one call; arrays carry the layer axis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError, nearest
+from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
 
@@ -80,11 +81,11 @@ class CostModel:
 
     def gate(self, traffic: Traffic) -> Float:
         """Milliseconds per layer of scores and top-k: of the tokens at home, or of all tokens in tp_replicated."""
-        return slowest(self.host.gate_us(self._scored_LG(traffic)), self.cluster.cores) / 1e3
+        return self._most_loaded(self.host.gate_us, self._scored_LG(traffic)) / 1e3
 
     def permute(self, traffic: Traffic) -> Float:
         """Milliseconds per layer of packing, sorting and adding up rows around the exchange."""
-        return slowest(self.host.permute_us(handled_rows_LG(traffic)), self.cluster.cores) / 1e3
+        return self._most_loaded(self.host.permute_us, handled_rows_LG(traffic)) / 1e3
 
     def start(self) -> float:
         """Milliseconds until all ranks have left the barrier before a timed piece (CPU processes; measured)."""
@@ -126,6 +127,12 @@ class CostModel:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""
         marks = self.network.marks | self.host.marks | {self._experts.provenance}
         return ", ".join(sorted(marks | self._outside_marks))
+
+    def _most_loaded(self, time_us: Callable[[NDArray[np.integer]], Float], rows_LG: NDArray[np.integer]) -> Float:
+        """`slowest` where a rank with more rows takes no less time: that of the rank with most, unless cores are shared."""
+        if 0 < self.cluster.cores < self.ep_size:
+            return slowest(time_us(rows_LG), self.cluster.cores)
+        return time_us(most(rows_LG))
 
     def _scored_LG(self, traffic: Traffic) -> NDArray[np.int64]:
         if self.spec.flow != "tp_replicated":
