@@ -29,7 +29,7 @@ from .fixed import largest_sizes, total_bytes
 from .nvlink import nvlink_text
 from .pool import Pool
 from .stack import max_home_tokens
-from .transport.choose import rank_device
+from .transport.choose import STAGE_BYTES, rank_device
 from .transport.peer_memory import region_bytes
 from .transport.staged import ARENA_BYTES, stage_bytes_for
 from .transport.symmetric_checks import symmetric_problems
@@ -74,7 +74,7 @@ def needs_of(run: Run) -> Needs:
     slots = placement.num_layers * placement.slots_per_rank
     name = str(run.cfg["transport"]["name"])
     most = max_home_tokens(run)
-    staged = stage_bytes_for(spec, most * run.ep_size, run.ep_size, most)
+    staged = max(stage_bytes_for(spec, most * run.ep_size, run.ep_size, most), STAGE_BYTES)
     captured = name == "symmetric" and run.kind == "batches" and run.cfg["measure"]["cuda_graph"] != "off"
     fixed = total_bytes(largest_sizes(spec, run.ep_size, most)) if captured else 0
     return Needs(

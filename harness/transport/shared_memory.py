@@ -91,7 +91,8 @@ def _directory(size: int) -> str:
             if room.f_bavail * room.f_frsize >= size:
                 return folder
     raise UserError(
-        f"shared transport needs {size >> 20} MiB in /dev/shm or {tempfile.gettempdir()}; set stage_bytes lower"
+        f"shared transport needs {size >> 20} MiB in /dev/shm or {tempfile.gettempdir()}; make room there, or send fewer "
+        "tokens a step"
     )
 
 
