@@ -30,7 +30,9 @@ class KvStore:
 
     def hit(self, rank: int, request: Request) -> tuple[int, int]:
         """(blocks of its prefix that the rank holds, how many of their tokens nobody uses now)."""
-        ids, cache = request.prefix_ids if self.caching else (), self.caches[rank]
+        if not self.caching:
+            return 0, 0
+        ids, cache = request.prefix_ids, self.caches[rank]
         blocks = cache.hit_blocks(ids, request.prompt_len)
         return blocks, cache.idle_tokens_of(ids[:blocks])
 

@@ -38,7 +38,7 @@ class ShortestQueue:
         requests_G = (np.asarray(ranks.running_G) + ranks.waiting_G).tolist()
         chosen = []
         for request in requests:
-            rank = min(range(len(tokens_G)), key=lambda g: (tokens_G[g], requests_G[g]))
+            *_, rank = min(zip(tokens_G, requests_G, range(len(tokens_G)), strict=True))
             tokens_G[rank] += request.prompt_len
             requests_G[rank] += 1
             chosen.append(rank)
