@@ -10,7 +10,8 @@ DATA_DIR holds the CSV files named below (columns and units in its README). `loc
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,22 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from .cost.deepep import DeepEPLaw
 from .cost.experts import ExpertLaw, fit_expert_law
+from .validation.deepep_law import FIT_NODES, SOURCE, laws_of, scaled
 
 AIC = "ai-dynamo/aiconfigurator@095f58a5"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
 QWEN3 = (2048, 768)  # hidden and FFN width of the measured experts
+DEEPEP_SMS = 20  # DeepEP's Buffer.num_sms, which vLLM and SGLang keep
+DEEPEP_LINKS = {  # machines on which DeepEP's normal mode runs, as its tables and LINK_GBPS name them
+    "h100_sxm": "h100_sxm",
+    "h200_sxm": "h200_sxm",
+    "h800_sxm": "h800_sxm",
+    "h20_96g": "h20",
+    "b200_sxm": "b200_sxm",
+    "gb200_nvl72": "gb200",
+}
 DEEPEP_SHAPE = {"ep_size": 8, "hidden_size": 2048, "num_topk": 8, "num_experts": 128}
 ATTENTION_FILES = {
     "gqa": ("attention_gqa_32q4kv_hd128_bf16.csv", 32, 4),
@@ -46,7 +58,7 @@ class Preset:
     hardware: str
     nccl: tuple[str, str] | None = None  # (system, version)
     moe: tuple[str, str, str] | None = None  # (system, backend, kernel)
-    deepep: str | None = None
+    deepep: str | None = None  # system of its low-latency table
     nodes: int = 1
     ranks_per_node: int = 8
     nic_gbps: float = 0.0
@@ -215,9 +227,7 @@ def build(preset: Preset, data: Path) -> dict[str, Any]:
             f"measured [1] {AIC}: {', '.join(sorted(set(ATTENTION[_chip(preset)].values())))}; other "
             "shapes and the projections by roofline"
         )
-    if preset.deepep:
-        raw["deepep"] = _deepep(preset.deepep, data)
-        said["deepep"] = f"measured [1] {AIC}, DeepEP low latency, EP8, hidden 2048, top-8 of 128, FP8 out, BF16 back"
+    _deepep(preset, data, raw, said)
     if preset.nccl:
         raw["curves"] = curves(pd.read_csv(data / "nccl_intranode.csv"), *preset.nccl)
         said["curves"] = f"measured [1] {AIC}, nccl-tests, {preset.nccl[0]}, NCCL {preset.nccl[1]}, half precision"
@@ -273,23 +283,69 @@ def _attention(preset: Preset, data: Path) -> list[dict[str, Any]]:
     return made
 
 
-def _deepep(system: str, data: Path) -> dict[str, Any]:
+def _deepep(preset: Preset, data: Path, raw: dict[str, Any], said: dict[str, str]) -> None:
+    """Low latency as measured at one shape, normal mode by the law of its rows or of the source machine's."""
+    held, words = {}, []
+    if preset.deepep:
+        held["low_latency"] = _low_latency(preset.deepep, data)
+        words.append("low_latency: measured, EP8, hidden 2048, top-8 of 128, FP8 out, BF16 back")
+    if preset.hardware in DEEPEP_LINKS:
+        held["normal"], told = _normal(DEEPEP_LINKS[preset.hardware], data)
+        words.append(told)
+    if held:
+        raw["deepep"] = held
+        said["deepep"] = f"[1] {AIC}, DeepEP; {'; '.join(words)}"
+
+
+def _low_latency(system: str, data: Path) -> dict[str, Any]:
     table = pd.read_csv(data / "deepep_low_latency.csv")
     keep = table.system == system
     for column, value in DEEPEP_SHAPE.items():
         keep &= table[column] == value
     rows = table[keep].sort_values("tokens_per_rank")
     return {
-        "low_latency": {
-            "ranks": DEEPEP_SHAPE["ep_size"],
-            "hidden": DEEPEP_SHAPE["hidden_size"],
-            "top_k": DEEPEP_SHAPE["num_topk"],
-            "num_experts": DEEPEP_SHAPE["num_experts"],
-            "tokens_per_rank": rows.tokens_per_rank.tolist(),
-            "dispatch_us": rows.dispatch_us.tolist(),
-            "combine_us": rows.combine_us.tolist(),
-        }
+        "ranks": DEEPEP_SHAPE["ep_size"],
+        "hidden": DEEPEP_SHAPE["hidden_size"],
+        "top_k": DEEPEP_SHAPE["num_topk"],
+        "num_experts": DEEPEP_SHAPE["num_experts"],
+        "tokens_per_rank": rows.tokens_per_rank.tolist(),
+        "dispatch_us": rows.dispatch_us.tolist(),
+        "combine_us": rows.combine_us.tolist(),
     }
+
+
+def _normal(system: str, data: Path) -> tuple[dict[str, Any], str]:
+    """deepep.normal of a machine (simulator/cost/deepep.py) and where its laws come from."""
+    table = pd.read_csv(data / "deepep_normal.csv")
+    own = system in set(table.system)
+    rows = table[table.system == (system if own else SOURCE)]
+    made: dict[str, Any] = {
+        "sms": DEEPEP_SMS,
+        "ranks_per_node": int(rows[rows.node_num == 1].ep_size.max()),
+        "nodes": max(FIT_NODES),
+    }
+    words = []
+    for block in ("node", "between"):
+        source = system if own and block in _laws(data, system) else SOURCE
+        laws = _laws(data, source)[block]
+        if source != system:
+            laws = {op: scaled(law, system) for op, law in laws.items()}
+        made[block] = {} if source == system else {"from": source}
+        made[block] |= {op: _constants(law) for op, law in laws.items()}
+        words.append(f"{block} fitted to {source}" + ("" if source == system else ", links by the datasheets"))
+    said = f"normal: {', '.join(words)}, all shapes and SM counts; {DEEPEP_SMS} SMs are the engines' default"
+    return made, said
+
+
+@cache
+def _laws(data: Path, system: str) -> dict[str, dict[str, DeepEPLaw]]:
+    return laws_of(pd.read_csv(data / "deepep_normal.csv"), system)
+
+
+def _constants(law: DeepEPLaw) -> dict[str, float]:
+    """The law's figures to four digits; what is nothing is left out."""
+    rounded = {name: float(f"{value:.4g}") for name, value in asdict(law).items()}
+    return {name: value for name, value in rounded.items() if value > 1e-4}
 
 
 class _Flow(list):  # type: ignore[type-arg]

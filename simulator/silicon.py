@@ -62,6 +62,8 @@ def silicon_cluster(cluster: ClusterSpec, model: ModelSpec, system: str, allow_m
         )
     said = f"{_words()}, {folder.name}"
     changes: dict[str, Any] = {name: found[name] for name in ("curves", "gemm", "attention", "deepep") if found[name]}
+    if found["deepep"]:
+        changes["deepep"] = cluster.deepep | found["deepep"]
     if found["experts"]:
         changes |= found["experts"] | {"expert_grid": (), "expert_grid_shape": ()}
     told = {name: f"{'fitted' if name in FITTED else 'measured'} {said}" for name, value in found.items() if value}

@@ -19,7 +19,8 @@ from pathlib import Path
 from semmoe.errors import UserError, nearest
 from semmoe.results import write_atomically
 
-from .validation.collectives import deepep_rows, nccl_rows
+from .validation.collectives import nccl_rows
+from .validation.deepep import deepep_rows
 from .validation.nulls import null_rows
 from .validation.one_file import rows_of_file
 from .validation.operators import attention_rows, mixed_rows, moe_rows
@@ -100,7 +101,8 @@ and is scored at those in between. Data: NCCL, DeepEP, fused MoE and attention t
 (Apache-2.0); operator tables and the vLLM run of casys-kaist/LLMServingSim@5daddb21 (MIT).
 
 What is not quite held out: the form of the NCCL curve (multiples of floor + bytes / bandwidth, in logarithms) was chosen
-among five on these very files, hence the row with the other half of the sizes; the two host times of the vLLM run were
+among five on these very files, hence the row with the other half of the sizes; the form of DeepEP's law (which terms, and
+the power by which the narrowest link rules) among a dozen, on all token counts; the two host times of the vLLM run were
 read off its own time series and first tokens, hence the rows without them and with other values. Nothing else was tuned.
 """
 

@@ -10,7 +10,8 @@ their capacity (semmoe/wiring.py, semmoe/ports.py); the tiers overlap, the slowe
 numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Where a calibration
 measured skewed exchanges (ClusterSpec.skew), the busiest port and the hottest pair count by its weights (law:
 harness/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
-max(largest * cores / n, mean) where cores < n.
+max(largest * cores / n, mean) where cores < n. Dispatch and combine of a measured library (DeepEP: low_latency,
+a2a_dedup) have its own table or law instead (deepep.py); a2a_assignment is what an engine without one does.
 SRS and SAG pick rows one by one, sender and receiver: a calibration measures them on shuffled tokens, beside the plain
 reduce-scatter and all-gather of the same bytes, which tp_scattered and a token scheduler that keeps the order have.
 Worked example: 8 ranks, each sends 1 MiB to each other: egress 7 MiB, S_eq = 8 MiB.
@@ -26,13 +27,14 @@ from numpy.typing import NDArray
 from semmoe.collective import Collective
 from semmoe.dispatch import METADATA_BYTES, DispatchSpec
 from semmoe.errors import UserError
+from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec
 from semmoe.traffic import Traffic
 
 from ..topology import Topology
 from .curves import Blend, CurveSet
+from .deepep import library_of
 from .loads import Loads, loads_of
-from .low_latency import LowLatencyTable
 
 Float = NDArray[np.float64]
 PHASE = {
@@ -91,8 +93,7 @@ class CollectiveCost:
         self._curves = CurveSet(cluster.curves)
         self._picked: dict[str, Blend | None] = {}
         self._empty_us: dict[str, float] = {}
-        fits = spec.dispatcher == "low_latency" and self.topology.nodes == 1
-        self._table = LowLatencyTable.of(cluster, ranks) if fits else None
+        self._library = library_of(cluster, spec.dispatcher, ranks, self.inner, self.topology.nodes)
 
     def phases_us(self, traffic: Traffic) -> dict[str, Float]:
         """Microseconds per layer of "srs", "dispatch", "combine" and "sag"."""
@@ -132,9 +133,10 @@ class CollectiveCost:
         row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
         if loads.skewed and f"{c.op}.port" not in self.cluster.skew:
             self.marks.add("skew_unvalidated")
-        if self._table is not None and c.op in ("dispatch", "combine"):
-            self.marks.add("interpolated")
-            return self._table.time_us(c.op, loads.port_L * c.row_bytes)
+        if self._library is not None and c.op in ("dispatch", "combine"):
+            self.marks |= self._library.marks
+            port, nic = loads.port_L * c.row_bytes, self._busiest_nic_L(loads) * c.row_bytes
+            return self._library.time_us(c.op, port, nic, c.row_bytes, most(traffic.homes_LG))
         time = self._inside_us(c.op, loads, row_bytes, traffic)
         if self.topology.nodes > 1:
             self.marks.add("fitted")
@@ -143,8 +145,11 @@ class CollectiveCost:
 
     def _between_us(self, loads: Loads, row_bytes: Float | float) -> Float:
         cluster = self.cluster
-        busiest_L = np.maximum(loads.nic_L, loads.leaf_L * cluster.oversubscription)
-        return cluster.nic_alpha_us + busiest_L * row_bytes / (cluster.nic_bundle_gbps * 1e3)
+        return cluster.nic_alpha_us + self._busiest_nic_L(loads) * row_bytes / (cluster.nic_bundle_gbps * 1e3)
+
+    def _busiest_nic_L(self, loads: Loads) -> Float:
+        """Rows through the busiest NIC bundle, or as many as keep the busiest uplinks busy as long."""
+        return np.maximum(loads.nic_L, loads.leaf_L * self.cluster.oversubscription)
 
     def _metadata_row_bytes(self, traffic: Traffic, c: Collective) -> Float | float:
         """Slot ids and gate weights, shared out over the rows of the layer that they travel with."""

@@ -24,6 +24,8 @@ KEYS = ("ranks", "hidden", "top_k", "num_experts", "tokens_per_rank", "dispatch_
 class LowLatencyTable:
     """One table of cluster.deepep["low_latency"]; lists of tokens_per_rank, dispatch_us and combine_us."""
 
+    marks = frozenset({"interpolated"})
+
     def __init__(self, raw: dict[str, object], where: str) -> None:
         missing = [key for key in KEYS if key not in raw]
         if missing:
@@ -44,6 +46,7 @@ class LowLatencyTable:
         raw = cluster.deepep.get("low_latency")
         return cls(raw, cluster.name) if raw and int(raw.get("ranks", 0)) == ranks else None
 
-    def time_us(self, op: str, port_bytes: Float) -> Float:
-        """Microseconds of "dispatch" or "combine" whose busiest port sends or receives these bytes."""
+    def time_us(self, op: str, port_bytes: Float, nic_bytes: Float, row_bytes: float, tokens_L: Float) -> Float:
+        """Microseconds of "dispatch" or "combine" whose busiest port sends or receives these bytes (deepep.NormalMode
+        asks for the rest)."""
         return self._curve[op].time_us(port_bytes / self.token_bytes[op])

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from semmoe.specs import ClusterSpec
 
 Float = NDArray[np.float64]
-SIGMA = {"srs": 0.074, "dispatch": 0.074, "combine": 0.074, "sag": 0.074, "experts": 0.103}  # nccl.pooled, moe.law
+# nccl.pooled; dispatch and combine deepep.normal, the wider one; moe.law
+SIGMA = {"srs": 0.074, "dispatch": 0.086, "combine": 0.086, "sag": 0.074, "experts": 0.103}
 SIGMA_ELSE = 0.3  # gate, permute, plan, shared experts: no held-out data
 JITTER_MS = 0.003  # of each exchange: half of the 5 us by which NCCL versions differ below 1 MiB
 ASSUMED = 2.5

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
-
 from semmoe.errors import UserError
 
-from .collectives import DEEPEP_SHAPE, NCCL_COLUMNS, SMS, curve, deepep_columns, nccl_rows, transfer
+from .collectives import NCCL_COLUMNS, curve, nccl_rows
+from .deepep import SMS, curve_error, deepep_columns, law_row, source_rows, transfer
 from .deepep_law import LINK_GBPS, SOURCE, mode_of
 from .operators import ATTENTION_COLUMNS, MOE_COLUMNS, MOE_SERIES, attention_rows
 from .row import Row, held_out, read, scored
@@ -43,17 +42,18 @@ def rows_of_file(path: Path, known: Path | None = None) -> list[Row]:
 
 def _deepep(path: Path, known: Path | None) -> list[Row]:
     table = read(path, deepep_columns("low_latency"))
-    mode = mode_of(table)
-    keys = (*DEEPEP_SHAPE, *SMS) if mode == "normal" else DEEPEP_SHAPE
-    words, rows = mode.replace("_", " "), []
+    mode, rows = mode_of(table), []
+    words = mode.replace("_", " ")
     for system, part in table.groupby("system"):
-        error = pd.concat(held_out(part, keys, "tokens_per_rank", f"{op}_us", curve) for op in ("dispatch", "combine"))
-        rows.append(scored(f"deepep.{mode}.{system}", f"DeepEP {words}, {system}, held out", error.error, 10))
-    source = table[(table.system == SOURCE) & (table.node_num == 1)]
+        key, what = f"deepep.{mode}.{system}", f"DeepEP {words}, {system}, held out"
+        if mode == "normal":
+            rows.append(law_row(key, what, part))
+        else:
+            rows.append(scored(key, what, curve_error(part).error, 10))
+    source = source_rows(table)
     public = None if known is None else known / f"deepep_{mode}.csv"
     if source.empty and public is not None and public.is_file():
-        source = read(public, deepep_columns(mode))
-        source = source[(source.system == SOURCE) & (source.node_num == 1)]
+        source = source_rows(read(public, deepep_columns(mode)))
     for system in sorted(set(table.system) - {SOURCE}):
         if system not in LINK_GBPS or not (table[table.system == system].node_num == 1).any():
             continue

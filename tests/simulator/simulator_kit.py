@@ -18,6 +18,7 @@ from semmoe.planning import StepPlanner
 from semmoe.schedule.none import NoShuffle
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
+from simulator.cost.collectives import CollectiveCost
 from simulator.cost.model import CostModel
 from simulator.engine import StepTimer
 
@@ -103,3 +104,9 @@ def presets() -> dict[str, ClusterSpec]:
         raw.pop("file", None)
         found[path.stem] = ClusterSpec.from_dict(raw)
     return found
+
+
+def price(traffic, made, dispatch=None, **options):
+    dispatch = dispatch or spec(dispatcher="low_latency")
+    cost = CollectiveCost(made, dispatch, traffic.ep_size, 2, **options)
+    return {name: float(us[0]) for name, us in cost.phases_us(traffic).items()}, cost

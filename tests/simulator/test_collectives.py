@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulator_kit import cluster, presets, spec, traffic_of
+from simulator_kit import cluster, presets, price, spec, traffic_of
 
 from semmoe.collective import Collective
 from semmoe.dispatch import METADATA_BYTES
@@ -16,12 +16,6 @@ from semmoe.traffic import count_traffic
 from simulator.cost.collectives import CollectiveCost
 
 EVEN = np.full((4, 4), 10)  # every rank sends 10 rows to each other; 1000 bytes a row
-
-
-def price(traffic, made, dispatch=None, **options):
-    dispatch = dispatch or spec(dispatcher="low_latency")
-    cost = CollectiveCost(made, dispatch, traffic.ep_size, 2, **options)
-    return {name: float(us[0]) for name, us in cost.phases_us(traffic).items()}, cost
 
 
 def test_alpha_beta_by_hand():

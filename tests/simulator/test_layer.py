@@ -147,7 +147,7 @@ def test_published_dispatcher_table_of_the_h100_is_reproduced():
     assignment = replace(spec(), hidden=2048, top_k=8)
     pairs = np.full((8, 8), tokens)
     plain = traffic_of("dispatch", pairs, row_bytes=4096.0)
-    one_way = CostModel(toy_model(), made, replace(assignment, dispatcher="a2a_dedup"), 8)
+    one_way = CostModel(toy_model(), made, replace(assignment, dispatcher="a2a_assignment"), 8)
     sizes_us = float(one_way.network._curve("dispatch", 8).time_us(0.0))  # type: ignore[union-attr]
     a2a = 2e3 * one_way.collectives(plain)["dispatch"][0] - 2 * sizes_us
     assert a2a == pytest.approx(797, rel=0.01)

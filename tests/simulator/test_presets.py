@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 import yaml
 from simulator_kit import CONF, presets, spec
@@ -38,12 +39,16 @@ def test_committed_presets_are_what_the_script_makes_of_the_data(preset, shared_
         raw["provenance"].pop("experts")
     for key in fitted:  # the optimiser may end a little elsewhere with another version of scipy
         assert made.pop(key, 0.0) == pytest.approx(committed.pop(key, 0.0), rel=0.02)
+    laws = [raw.get("deepep", {}).pop("normal", {}) for raw in (made, committed)]
+    ours, theirs = (pd.json_normalize(law).to_dict("records") for law in laws)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == (other[key] if isinstance(value, str) else pytest.approx(other[key], rel=0.02)), key
     assert made == committed
 
 
 def test_an_unmeasured_table_stops_the_script(shared_data):
-    import pandas as pd
-
     from simulator.presets import curves
 
     table = pd.read_csv(shared_data / "perfdata" / "nccl_intranode.csv")

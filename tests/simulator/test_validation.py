@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from semmoe.errors import UserError
 from simulator import validate
 from simulator.cost.attention_table import AttentionTable
+from simulator.cost.deepep import DeepEPLaw
 from simulator.cost.expert_table import ExpertTable
-from simulator.validation.collectives import curve, transfer
-from simulator.validation.deepep_law import LAWS, DeepEPLaw, fit, inputs, predicted_us, remote_ranks
+from simulator.validation.collectives import curve
+from simulator.validation.deepep import committed_laws, source_rows, transfer
+from simulator.validation.deepep_law import LOW_LATENCY, fit, inputs, near_copies, predicted_us, remote_units, scaled
 from simulator.validation.one_file import rows_of_file
 from simulator.validation.report import anchors_of, judge, table
 from simulator.validation.row import Row, held_out, scored
@@ -111,42 +114,56 @@ def test_unknown_options_and_unreadable_data_are_explained(tmp_path):
         validate.main([f"data={tmp_path}/x.csv"])
 
 
-def deepep_table(system, scale=1.0, ops=(20.0, 30.0)):
-    shape = {"sglang_version": "1", "node_num": 1, "ep_size": 8, "hidden_size": 2048, "num_topk": 8, "num_experts": 128}
-    table = pd.DataFrame([{"system": system, **shape, "tokens_per_rank": 2**i} for i in range(11)])
-    for op in ("dispatch", "combine"):
-        sent, rows, sms = inputs(table, op)
-        table[f"{op}_us"] = DeepEPLaw(*ops, np.inf, 0.0).time_us(sent, rows, sms, scale)
+def deepep_table(system, laws=LOW_LATENCY, nodes=(1,), sms=None):
+    """Rows that follow these laws exactly; with sms a table of normal mode."""
+    shape = {"sglang_version": "1", "num_experts": 256}
+    table = pd.DataFrame(
+        {"system": system, "node_num": n, "ep_size": 8 * n, "tokens_per_rank": 2**i, "hidden_size": h, "num_topk": k}
+        | ({"dispatch_sms": s, "combine_sms": s} if sms else {})
+        for n in nodes for i in range(11) for h in (2048, 7168) for k in (4, 8) for s in sms or (1,)
+    ).assign(**shape)  # fmt: skip
+    for op, law in laws.items():
+        table[f"{op}_us"] = inputs(table, op).time_us(law)
     return table
 
 
 def test_the_law_counts_the_ranks_that_a_token_reaches():
-    assert remote_ranks(128, 8, 8) == pytest.approx(4.67, abs=0.01), "hypergeometric, as published for Qwen3"
-    sent, rows, _ = inputs(deepep_table("h100_sxm"), "combine")
-    assert sent[0] == pytest.approx(7 * 2048 * 2) and rows[0] == 8
+    assert remote_units(128, 8, 8) == pytest.approx(4.67, abs=0.01), "hypergeometric, as published for Qwen3"
+    assert near_copies(128, 8, 8, 1) == remote_units(128, 8, 8)
+    assert near_copies(8, 8, 8, 2) == pytest.approx(2 * 3), "all choices: its own to 3 near ranks, and its peer's"
+    at = inputs(deepep_table("h100_sxm"), "combine")
+    assert at.port_bytes[0] == pytest.approx(4 * 7 / 8 * 2048 * 2) and at.tokens[0] == 1
 
 
 def test_fitting_finds_the_law_that_made_the_times():
-    found = fit(deepep_table("h100_sxm", ops=(12.0, 200.0)), "dispatch")
-    assert (found.floor_us, found.link_gbps) == pytest.approx((12.0, 200.0), rel=1e-4)
+    made = {"dispatch": DeepEPLaw(12.0, 200.0), "combine": DeepEPLaw(30, 400, 18.0, 0.5, 1.5)}
+    assert fit(deepep_table("h100_sxm", {"dispatch": made["dispatch"]}), "dispatch").floor_us == pytest.approx(12)
+    rows = deepep_table("h100_sxm", {"combine": made["combine"]}, sms=(4, 24))
+    found = fit(rows, "combine")
+    assert asdict(found) == pytest.approx(asdict(made["combine"]), rel=1e-3)
+    nodes = DeepEPLaw(20, 400, 9.0, 0.0, 1.5, 33.0)
+    across = fit(deepep_table("h100_sxm", {"combine": nodes}, nodes=(2, 4), sms=(4, 24)), "combine", found)
+    assert asdict(across) == pytest.approx(asdict(nodes), rel=1e-3)
 
 
 def test_a_machine_with_the_same_links_is_predicted_by_the_measured_rows_themselves():
-    source, same = deepep_table("h100_sxm", ops=(15, 150)), deepep_table("h200_sxm", ops=(15, 150))
-    np.testing.assert_allclose(predicted_us(same, "dispatch", source), same.dispatch_us)
-    alone = predicted_us(same, "dispatch")
+    own = {"dispatch": DeepEPLaw(15, 150), "combine": DeepEPLaw(15, 150)}
+    source, same = deepep_table("h100_sxm", own), deepep_table("h200_sxm", own)
+    law = LOW_LATENCY["dispatch"]
+    np.testing.assert_allclose(predicted_us(same, "dispatch", law, source), same.dispatch_us)
+    alone = predicted_us(same, "dispatch", law)
     assert np.abs(alone / same.dispatch_us - 1).max() > 0.1, "the law's constants alone are another machine's"
     unknown = deepep_table("own_chip")
-    assert np.isnan(predicted_us(unknown, "dispatch", source)).all()
+    assert np.isnan(predicted_us(unknown, "dispatch", law, source)).all()
 
 
 def test_twice_the_links_halve_the_part_that_the_links_take():
-    law = LAWS["low_latency", "combine"]
-    twice = transfer("k", "w", deepep_table("b200_sxm", 2.0, (law.floor_us, law.link_gbps)), "b200_sxm", None)
-    dispatch = predicted_us(deepep_table("b200_sxm"), "combine")
-    sent, rows, sms = inputs(deepep_table("b200_sxm"), "combine")
-    np.testing.assert_allclose(dispatch, law.floor_us + (law.time_us(sent, rows, sms) - law.floor_us) / 2)
-    assert twice.count == 22 and "450 and 900" in twice.note
+    made = {op: scaled(law, "b200_sxm") for op, law in LOW_LATENCY.items()}
+    table, law = deepep_table("b200_sxm", made), LOW_LATENCY["combine"]
+    guess, unscaled = predicted_us(table, "combine", law), inputs(table, "combine").time_us(law)
+    np.testing.assert_allclose(guess, law.floor_us + (unscaled - law.floor_us) / 2)
+    row = transfer("k", "w", table, "b200_sxm")
+    assert row.count == 88 and "450 and 900" in row.note and row.values["median"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["nccl", "deepep"])
@@ -193,11 +210,9 @@ def test_constants_of_the_deepep_law_and_of_the_engine_are_what_their_fits_give(
     from simulator.validation.vllm_run import Engine, PublicRun, fitted_eager_ms
 
     for mode in ("low_latency", "normal"):
-        rows = pd.read_csv(DATA / f"deepep_{mode}.csv")
-        rows = rows[(rows.sglang_version == "0.5.12") | (rows.system != "h100_sxm")]
-        for op in ("dispatch", "combine"):
-            found, law = fit(rows, op), LAWS[mode, op]
-            assert (found.floor_us, found.link_gbps) == pytest.approx((law.floor_us, law.link_gbps), rel=0.02)
+        rows = source_rows(pd.read_csv(DATA / f"deepep_{mode}.csv"))
+        for op, law in committed_laws(mode).items():
+            assert asdict(fit(rows, op)) == pytest.approx(asdict(law), rel=0.02)
     assert fitted_eager_ms(PublicRun.load(DATA)) == pytest.approx(Engine().eager_ms, abs=0.1)
 
 
