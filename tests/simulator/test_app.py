@@ -97,7 +97,7 @@ def test_a_full_model_that_does_not_fit_is_refused(builder):
 
 
 def test_presets_predict_and_say_from_what(builder):
-    row = check_row(simulate(build(builder, *BATCHES, "cluster=h100x8", "ep_size=8")))
+    row = check_row(simulate(build(builder, *BATCHES, "cluster=h100x8", "ep_size=8", "dispatcher=a2a_assignment")))
     assert {"interpolated", "fitted"} <= set(row["provenance"].split(", ")), row["provenance"]
     assert len(json.loads(row["lar_per_layer"])) == 6
 
