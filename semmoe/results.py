@@ -142,6 +142,7 @@ def _columns() -> dict[str, Column]:
         "goodput_rps": Column("float", "finished requests a second within the SLO"),
         "slo_ttft_ms": Column("float", "bound on ttft that goodput was counted with"),
         "slo_tpot_ms": Column("float", "bound on tpot that goodput was counted with"),
+        "slo_e2e_ms": Column("float", "bound on e2e that goodput was counted with"),
         "preemptions": Column("int", "requests restarted for lack of KV cache"),
         "kv_bytes": Column("float", "KV cache sent from prefill to decode ranks (serving.prefill_ranks)"),
         "prefix_hit_rate": Column(

@@ -17,14 +17,15 @@ def served_columns(
     first_token_ms_R: NDArray[np.floating],
     finish_ms_R: NDArray[np.floating],
     preemptions: int,
-    slo: Mapping[str, float],
+    slo: Mapping[str, float | None],
     itl_ms: NDArray[np.floating] | None = None,
     prefix_hit_rate: float = 0.0,
 ) -> dict[str, Any]:
     """ttft, tpot, e2e, throughput and goodput. Times count from a request's arrival; NaN: not reached.
 
     tpot = (finish - first token) / (output tokens - 1), of requests with more than one output token. The span of the
-    throughput runs from the first arrival to the last finish. slo: ttft_ms and tpot_ms, both met for goodput.
+    throughput runs from the first arrival to the last finish. slo: bounds ttft_ms, tpot_ms and e2e_ms, all
+    met for goodput; None or infinite: no bound.
     itl_ms: gaps between output tokens of all requests (ServingLoop.itl_ms); a preempted request shows as a long one.
     """
     arrival_ms_R = np.array([r.arrival_ms for r in requests])
@@ -34,7 +35,10 @@ def served_columns(
     tpot_ms_R = np.full(len(requests), np.nan)
     tpot_ms_R[many] = (e2e_ms_R - ttft_ms_R)[many] / (output_R[many] - 1)
     finished = np.isfinite(e2e_ms_R)
-    good = finished & (ttft_ms_R <= float(slo["ttft_ms"])) & ~(tpot_ms_R > float(slo["tpot_ms"]))
+    bounds = {name: float(ms) for name, ms in slo.items() if ms is not None and np.isfinite(ms)}
+    late_R = [ms_R > bounds.get(name, np.inf) for name, ms_R in
+              (("ttft_ms", ttft_ms_R), ("tpot_ms", tpot_ms_R), ("e2e_ms", e2e_ms_R))]  # fmt: skip
+    good = finished & ~np.any(late_R, axis=0)
     span_s = (float(np.nanmax(finish_ms_R)) - float(arrival_ms_R.min())) / 1e3 if finished.any() else 0.0
     rates = {"throughput_rps": finished.sum() / span_s, "goodput_rps": good.sum() / span_s} if span_s > 0 else {}
     return {
@@ -45,5 +49,5 @@ def served_columns(
         **{name: float(value) for name, value in rates.items()},
         "preemptions": int(preemptions),
         "prefix_hit_rate": float(prefix_hit_rate),
-        **{f"slo_{name}": float(slo[name]) for name in ("ttft_ms", "tpot_ms") if np.isfinite(float(slo[name]))},
+        **{f"slo_{name}": ms for name, ms in bounds.items()},
     }

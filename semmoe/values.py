@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "cost.fidelity": among("bottleneck", "flow"),
     "slo.ttft_ms": POSITIVE,
     "slo.tpot_ms": POSITIVE,
+    "slo.e2e_ms": or_null(POSITIVE),
     "measure.feed": TEXT,
     "measure.warmup": whole(0),
     "measure.timeout_s": POSITIVE,

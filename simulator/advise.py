@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from semmoe.builder import RunBuilder
 from semmoe.config import conf_dir
-from semmoe.recipe import Fitted, Recipe
+from semmoe.locality import LocalityMeter
 from semmoe.run import Run
-from semmoe.trace import RoutingTrace
 
 from . import app
 from .app import step_timer
@@ -41,6 +40,7 @@ CELLS = (
     ("dp", "low_latency"),
     ("tp_shuffled", "a2a_assignment"),
     ("tp_shuffled", "a2a_dedup"),
+    ("tp_shuffled", "low_latency"),
 )
 BASE = {
     "placement": "contiguous",
@@ -53,6 +53,7 @@ OURS = {
     "tp_shuffled": {"placement": "semantic", "predictor": "fusion", "token_scheduler": "semantic"},
 }
 QUICK = {"restarts": 2, "sample_tokens": 2048}  # of a token-level placement: a verdict, not a deployment
+QUICK_FUSION = {"refine": 0.0, "fit_tokens": 512}  # likewise of its predictor, whose fit is most of an advice's time
 DECODE_ONLY = ("low_latency",)
 
 
@@ -64,6 +65,7 @@ class Layer:
     phases: dict[str, NDArray[np.float64]]
     lar: float
     imbalance: float
+    meter: LocalityMeter | None = None
 
     @cached_property
     def ms_S(self) -> NDArray[np.float64]:
@@ -84,7 +86,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cell:
-    """Co-scheduling in one flow and dispatcher at one size against the better baseline there. Gains in percent."""
+    """Co-scheduling in one flow and dispatcher at one size against the better baseline there. Gains in percent.
+
+    twin_ms: the same dispatcher without policies."""
 
     flow: str
     dispatcher: str
@@ -92,6 +96,7 @@ class Cell:
     tokens_a_rank: int
     baseline: str
     baseline_ms: float
+    twin_ms: float
     ours_ms: float
     gain_pct: float
     low_pct: float
@@ -116,12 +121,19 @@ class Desk:
             config[group] = value if isinstance(value, dict) else _option(group, str(value))
         return self.builder.build(config)
 
-    def ours(self, flow: str, dispatcher: str, **changes: Any) -> Run:
-        policies: dict[str, Any] = dict(OURS[flow])
-        if flow != "dp":
-            policies["placement"] = _option("placement", "semantic") | QUICK
-            policies["predictor"] = _option("predictor", "fusion") | {"refine": 0.0, "fit_tokens": 2048}
-        return self.run(flow, dispatcher, **(policies | changes))
+    def ours(self, flow: str, dispatcher: str) -> Run:
+        """Co-scheduled: semantic placement and scheduling."""
+        return self.run(flow, dispatcher, **(OURS[flow] | self._quick(flow, "semantic")))
+
+    def placed(self, flow: str, dispatcher: str, placement: str) -> Run:
+        """A placement alone: requests in turn, tokens in order; semantic ones are those of `ours`."""
+        return self.run("dp" if flow == "dp" else "tp_scattered", dispatcher, **self._quick(flow, placement))
+
+    def _quick(self, flow: str, placement: str) -> dict[str, Any]:
+        if flow == "dp" or placement != "semantic":
+            return {"placement": placement}
+        return {"placement": _option("placement", placement) | QUICK,
+                "predictor": _option("predictor", "fusion") | QUICK_FUSION}  # fmt: skip
 
     def layer(self, run: Run, tokens_a_rank: int, name: str = "") -> Layer:
         """Price one batch of every sample of held-out requests."""
@@ -133,7 +145,7 @@ class Desk:
         names = list(steps[0].phases_L)
         phases = {name: np.array([step.phases_L[name].mean() for step in steps]) for name in names}
         counted = timer.timeline.meter.columns()
-        return Layer(name, phases, counted["lar"], counted["imbalance_step"])
+        return Layer(name, phases, counted["lar"], counted["imbalance_step"], timer.timeline.meter)
 
     def samples(self, run: Run, tokens: int) -> Iterable[NDArray[np.int64]]:
         """Rows of SAMPLES batches, each from held-out requests drawn with replacement, the same for every configuration."""
@@ -159,7 +171,7 @@ def valid_cells(phase: str) -> list[tuple[str, str]]:
 def baselines(desk: Desk, flow: str, phase: str, tokens: int, known: dict[Any, Layer]) -> list[Layer]:
     """What no policy at all gives: every dispatcher of the flow; in attention-TP two all-reduces too."""
     names = [("dp", d) for f, d in valid_cells(phase) if f == "dp"] if flow == "dp" else [
-        ("tp_replicated", "none"), ("tp_scattered", "a2a_assignment"), ("tp_scattered", "a2a_dedup")]  # fmt: skip
+        ("tp_replicated", "none"), *(("tp_scattered", d) for f, d in valid_cells(phase) if f != "dp")]  # fmt: skip
     for name in names:
         if (name, tokens) not in known:
             known[name, tokens] = desk.layer(desk.run(*name), tokens, f"{name[0]} {name[1]}")
@@ -170,14 +182,21 @@ def judge(desk: Desk, flow: str, dispatcher: str, phase: str, tokens: int, known
     """One cell: co-scheduled layer against the better baseline."""
     rivals = baselines(desk, flow, phase, tokens, known)
     best = min(rivals, key=lambda layer: layer.ms)
-    run = desk.ours(flow, dispatcher)
-    ours = desk.layer(run, tokens)
+    run, ours = co_scheduled(desk, flow, dispatcher, tokens, known)
     twin = next(r for r in rivals if r.name.endswith(dispatcher))
     low, high = gain_interval(ours, best, run)
     gain = 100 * (1 - ours.ms / best.ms)
     verdict, reason = told(ours, best, twin, gain, low, high, dispatcher)
-    return Cell(flow, dispatcher, phase, tokens, best.name, best.ms, ours.ms, gain, low, high, twin.lar, ours.lar,
+    return Cell(flow, dispatcher, phase, tokens, best.name, best.ms, twin.ms, ours.ms, gain, low, high, twin.lar, ours.lar,
                 break_even_lar(ours, twin, best), verdict, reason)  # fmt: skip
+
+
+def co_scheduled(desk: Desk, flow: str, dispatcher: str, tokens: int, known: dict[Any, Layer]) -> tuple[Run, Layer]:
+    """The co-scheduled run of a cell, and its layer, priced once."""
+    run, key = desk.ours(flow, dispatcher), ((flow, dispatcher, "co-scheduled"), tokens)
+    if key not in known:
+        known[key] = desk.layer(run, tokens, f"{flow} {dispatcher}")
+    return run, known[key]
 
 
 def gain_interval(ours: Layer, baseline: Layer, run: Run, draws: int = 4000) -> tuple[float, float]:
@@ -229,15 +248,36 @@ def break_even_lar(ours: Layer, twin: Layer, best: Layer) -> float:
     return float(lar) if lar <= 1 else float("nan")
 
 
-def break_even_batch(desk: Desk, flow: str, dispatcher: str, known: dict[Any, Layer]) -> int | None:
-    """Fewest tokens a rank (of LADDER) from which on the gain stays above the tie; None: nowhere on it."""
-    found = None
-    for tokens in reversed(LADDER):
-        best = min(baselines(desk, flow, "prefill", tokens, known), key=lambda layer: layer.ms)
-        if 100 * (1 - desk.layer(desk.ours(flow, dispatcher), tokens).ms / best.ms) < TIE_PCT:
-            break
-        found = tokens
+@dataclass(frozen=True)
+class Size:
+    """One batch size: share of exchange in the layer without policies and co-scheduled, gain over the better baseline."""
+
+    tokens_a_rank: int
+    exchange_before_pct: float
+    exchange_pct: float
+    gain_pct: float
+
+
+def sizes(desk: Desk, flow: str, dispatcher: str, known: dict[Any, Layer]) -> list[Size]:
+    """Co-scheduling at every batch size of LADDER."""
+    found = []
+    for tokens in LADDER:
+        rivals = baselines(desk, flow, "prefill", tokens, known)
+        twin = next(r for r in rivals if r.name.endswith(dispatcher))
+        _, ours = co_scheduled(desk, flow, dispatcher, tokens, known)
+        shares = [100 * layer.exchange_ms / layer.ms for layer in (twin, ours)]
+        found.append(Size(tokens, *shares, 100 * (1 - ours.ms / min(r.ms for r in rivals))))
     return found
+
+
+def break_even_batch(found: Sequence[Size]) -> int | None:
+    """Fewest tokens a rank from which on the gain stays above the tie; None: nowhere."""
+    least = None
+    for size in reversed(found):
+        if size.gain_pct < TIE_PCT:
+            break
+        least = size.tokens_a_rank
+    return least
 
 
 def levers(
@@ -269,14 +309,6 @@ def levers(
 def _gib(run: Run, slots: int) -> float:
     more = (slots - run.model.num_experts) / run.ep_size
     return more * run.model.num_moe_layers * run.model.expert_bytes / 2**30
-
-
-def homed_lar(
-    recipe: Recipe, fitted: Fitted, trace: RoutingTrace, head_tokens: int = 64, batch_tokens: int = 512
-) -> float:
-    """LAR of other requests under a plan; in attention-DP each is homed by the experts of its first tokens, so that
-    words which the plan never saw do not matter."""
-    return float(recipe.locality(fitted, trace, batch_tokens, head_tokens=head_tokens).columns()["lar"])
 
 
 def serve(run: Run) -> tuple[dict[str, Any], NDArray[np.int64]]:

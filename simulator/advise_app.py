@@ -20,29 +20,33 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semmoe.builder import RunBuilder
 from semmoe.config import compose_one
 from semmoe.errors import UserError
-from semmoe.report.page import Verdict, page, prose, table
-from semmoe.results import write_atomically
+from semmoe.plan_store import PlanStore
 from semmoe.run import Run
+from semmoe.session import progress
 from semmoe.specs import ClusterSpec
 
 from .advise import (
+    CELLS,
     LADDER,
-    TIE_PCT,
     Cell,
     Desk,
     Layer,
     break_even_batch,
-    homed_lar,
     judge,
     levers,
     serve,
+    sizes,
     step_sizes,
     valid_cells,
 )
+from .advise_drift import drift_said
+from .advise_policies import best_looking, best_said, try_policies
 
 WIDTH = 112
+PLAIN = {"dp": "dp", "tp_shuffled": "tp_scattered"}  # the flow without a scheduler
 DEFAULTS = {
     "trace": "profile",
     "workload": "serve",
@@ -51,7 +55,7 @@ DEFAULTS = {
     "planned_folds": "0",
 }
 PROFILE_SIZE = {"trace.requests": "96", "trace.prompt_len": "256", "trace.output_len": "32"}
-COLUMNS = {  # of Cell, in the order and under the headings of the page
+CELL_COLUMNS = {  # of Cell, in the order and under the headings of the page
     "flow": "flow",
     "dispatcher": "dispatcher",
     "phase": "step",
@@ -64,60 +68,110 @@ COLUMNS = {  # of Cell, in the order and under the headings of the page
     "break_even_lar": "break-even LAR",
     "baseline": "better baseline",
     "baseline_ms": "baseline ms",
+    "twin_ms": "twin ms",
     "ours_ms": "ours ms",
     "verdict": "verdict",
     "reason": "why",
 }
-NOTES = (
-    "LAR: share of (token, expert) assignments served on the token's home rank.",
-    "Break-even LAR: where co-scheduling would be as fast as the better baseline; empty: no LAR up to 1 would do.",
-    "The interval joins the cost model's held-out error with a bootstrap over requests.",
-)
+POLICY_COLUMNS = {  # of Tried
+    "phase": "step",
+    "tokens_a_rank": "tokens/rank",
+    "flow": "flow",
+    "dispatcher": "dispatcher",
+    "policy": "policies",
+    "layer_ms": "layer ms",
+    "gain_pct": "gain %",
+    "low_pct": "low %",
+    "high_pct": "high %",
+    "lar": "LAR",
+    "imbalance": "imbalance",
+}
+SIZE_COLUMNS = {  # of Size
+    "tokens_a_rank": "tokens/rank",
+    "exchange_before_pct": "exchange before %",
+    "exchange_pct": "exchange %",
+    "gain_pct": "gain %",
+}
 KNOWN_BY = re.compile(r"\b(measured|fitted|alpha-beta fit|assumed|roofline|uncalibrated)\b")
 
 
 @dataclass(frozen=True, eq=False)
 class Advice:
-    """The page as plain data: headline, points (question, answer), cells and levers as tables."""
+    """The page as plain data: headline, points (question, answer), cells, policies, batch sizes and levers as tables.
+
+    before, after: the layers without policies and co-scheduled of the best cell, for the pictures."""
 
     title: str
     kind: str
     headline: str
     points: list[tuple[str, str]]
     cells: pd.DataFrame
+    policies: pd.DataFrame
+    sizes: pd.DataFrame
     levers: pd.DataFrame
+    before: Layer
+    after: Layer
 
 
 def advise(overrides: Sequence[str]) -> Advice:
     """The advice for a configuration given as overrides. UserError for what cannot work."""
     config = _config(overrides)
-    desk, known = Desk(config), dict[Any, Layer]()
+    plans = PlanStore(Path(config["results_dir"]) / "plans", renew=bool(config["rerun"]))
+    desk, known = Desk(config, RunBuilder(plans)), dict[Any, Layer]()
+    with progress(len(CELLS) + len(valid_cells("prefill")) + 8, "advise") as bar:
+        return _advise(config, desk, known, bar)
+
+
+def _advise(config: dict[str, Any], desk: Desk, known: dict[Any, Layer], bar: Any) -> Advice:
+    def stage(words: str) -> None:
+        bar.set_description_str(f"advise: {words}")
+        bar.update()
+
+    stage("routes and plans")
     bare, ours = desk.run("dp", "a2a_dedup"), desk.ours("dp", "a2a_dedup")
-    without, sizes = serve(bare)
+    stage("serving without policies")
+    without, tokens_N = serve(bare)
+    stage("serving with them")
     with_, _ = serve(ours)
-    step_tokens = dict(zip(("decode", "prefill"), step_sizes(sizes, bare.ep_size), strict=True))
+    step_tokens = dict(zip(("decode", "prefill"), step_sizes(tokens_N, bare.ep_size), strict=True))
     cells: list[Cell] = []
     pulled: list[tuple[str, float, str]] = []
     for phase, tokens in step_tokens.items():
-        here = [judge(desk, flow, dispatcher, phase, tokens, known) for flow, dispatcher in valid_cells(phase)]
+        here = []
+        for flow, dispatcher in valid_cells(phase):
+            stage(f"{phase}, {flow}, {dispatcher}")
+            here.append(judge(desk, flow, dispatcher, phase, tokens, known))
         ours_dp = max((cell for cell in here if cell.flow == "dp"), key=lambda cell: cell.gain_pct)
         pulled += levers(desk, phase, tokens, known, ours_dp)
         cells += here
+    stage("other policies")
+    tried = [row for cell in best_looking(cells) for row in try_policies(desk, cell, known)]
+    stage("batch sizes")
+    by_size = sizes(desk, "dp", "a2a_dedup", known)
     best = max(cells, key=lambda cell: cell.gain_pct)
     kind, headline = _headline(best)
-    schedule = "semantic request scheduling" if best.flow == "dp" else "fusion predictor, semantic token scheduling"
+    stage("costs")
+    cost = _cost(desk, best)
+    stage("drift")
     points = [
         ("Traffic", _traffic(config, bare, step_tokens, without)),
         ("End to end", _end_to_end(without, with_, config)),
-        ("Best policy", f"{best.flow}, {best.dispatcher}: semantic placement, {schedule}"),
-        ("What it costs", _cost(desk, best)),
-        ("Break-even", _break_even(cells, break_even_batch(desk, "dp", "a2a_dedup", known))),
-        ("Risk under drift", _drift(desk, best)),
+        ("Best policy", best_said(tried)),
+        ("What it costs", cost),
+        ("Break-even", _break_even(cells, break_even_batch(by_size))),
+        ("Risk under drift", drift_said(desk, best)),
         ("Where it comes from", f"times: {_sources(ours.cluster)}; routes: {bare.heldout.path}"),
     ]
-    frame = pd.DataFrame([asdict(cell) for cell in cells])[list(COLUMNS)].rename(columns=COLUMNS)
-    title = f"{bare.model.name} on {bare.cluster.name}, EP{bare.ep_size}"
-    return Advice(title, kind, headline, points, frame, pd.DataFrame(pulled, columns=["lever", "gain %", "note"]))
+    return Advice(
+        f"{bare.model.name} on {bare.cluster.name}, EP{bare.ep_size}", kind, headline, points, _frame(cells, CELL_COLUMNS),
+        _frame(tried, POLICY_COLUMNS), _frame(by_size, SIZE_COLUMNS), pd.DataFrame(pulled, columns=["lever", "gain %", "note"]),
+        known[(PLAIN[best.flow], best.dispatcher), best.tokens_a_rank],
+        known[(best.flow, best.dispatcher, "co-scheduled"), best.tokens_a_rank],
+    )  # fmt: skip
+
+
+def _frame(rows: Sequence[Any], columns: dict[str, str]) -> pd.DataFrame:
+    return pd.DataFrame([asdict(row) for row in rows])[list(columns)].rename(columns=columns)
 
 
 def _sources(cluster: ClusterSpec) -> str:
@@ -173,13 +227,13 @@ def _end_to_end(without: dict[str, Any], with_: dict[str, Any], config: dict[str
 
 def _cost(desk: Desk, best: Cell) -> str:
     run = desk.ours(best.flow, best.dispatcher)
-    start = time.perf_counter()
-    run.recipe.fit(run.train)
-    seconds = time.perf_counter() - start
+    start = time.process_time()
+    run.recipe.place(run.fitted.profile, run.fitted.predictor)
+    seconds = time.process_time() - start
     tables = float(getattr(run.fitted.predictor, "table_bytes", 0)) / 1e6
     moved = run.model.num_moe_layers * run.model.num_experts * run.model.expert_bytes / run.ep_size / 1e9
     return (
-        f"tables {tables:.1f} MB a rank; no extra weights; planning again {seconds:.0f} s on one core off the machine, then "
+        f"tables {tables:.1f} MB a rank; no extra weights; placing again {seconds:.0f} s of processor off the machine, then "
         f"at most {moved:.1f} GB of experts into each rank ({1e3 * moved / run.cluster.link_gbps:.0f} ms of an idle link)"
     )
 
@@ -192,21 +246,6 @@ def _break_even(cells: Sequence[Cell], ladder: int | None) -> str:
     ]
     size = f"from {ladder} tokens a rank on" if ladder else f"at no batch size up to {LADDER[-1]} tokens a rank"
     return f"LAR: {'; '.join(known) or 'no LAR up to 1 would do'}. Batch: dp a2a_dedup gains {size}."
-
-
-def _drift(desk: Desk, best: Cell) -> str:
-    """LAR of the same plan on another kind of text, and what is left of the locality there."""
-    trace = desk.config["trace"]
-    if not str(trace.get("_target_", "")).endswith("affinity.Drawn"):
-        return "unknown for a recorded trace: record another day or domain and evaluate today's plan on it"
-    run = desk.ours(best.flow, best.dispatcher)
-    other = Desk(desk.config | {"trace": trace | {"domains": ["lmsys"]}}).run(best.flow, best.dispatcher)
-    here, there = (homed_lar(run.recipe, run.fitted, r.heldout) for r in (run, other))
-    kept = 100 * (there - 1 / run.ep_size) / (here - 1 / run.ep_size)
-    return (
-        f"on another kind of text (LMSYS-like) the same plan reaches LAR {there:.2f} instead of {here:.2f}, requests homed by "
-        f"their measured heads: about {kept:.0f} % of the locality is left until it is planned again"
-    )
 
 
 def render(advice: Advice, width: int = WIDTH) -> str:
@@ -222,21 +261,14 @@ def render(advice: Advice, width: int = WIDTH) -> str:
         words = (row["flow"], row["dispatcher"], row["step"], str(row["tokens/rank"]), f"{row['gain %']:+.1f}")
         lines.append(shape.format(*words, span, lar, row["verdict"]))
         lines += textwrap.wrap(row["why"], width - 4, initial_indent="    ", subsequent_indent="    ")
+    lines += ["", "Policies where co-scheduling looks best, fastest first; percent of the better baseline:"]
+    lines += [
+        f"  {row['gain %']:+6.1f} %  {row['step']} {row['flow']} {row['dispatcher']}: {row['policies']}"
+        for row in advice.policies.to_dict("records")
+    ]
     lines += ["", "Levers, percent of a layer against one copy per assignment without policies:"]
     lines += [f"  {row['gain %']:+6.1f} %  {row['lever']}  ({row['note']})" for row in advice.levers.to_dict("records")]
     return "\n".join(lines)
-
-
-def write_html(advice: Advice, path: Path, command: str) -> None:
-    """The same page as self-contained HTML."""
-    about = f"Gain of a layer over the better baseline; predictions within {TIE_PCT:g} % count as equal."
-    sections = [
-        table("cells", "Every flow and dispatcher", advice.cells, about),
-        table("levers", "Levers", advice.levers, "Against one copy per assignment without policies."),
-        prose("notes", "How to read it", NOTES),
-    ]
-    verdict = Verdict(advice.kind, advice.headline, advice.points)
-    write_atomically(path, page(f"semmoe advise: {advice.title}", sections, verdict, command=command))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -245,6 +277,8 @@ def main(argv: Sequence[str]) -> int:
     advice = advise([word for word in argv if not word.startswith("html=")])
     print(render(advice))
     if html:
+        from .advise_page import write_html
+
         write_html(advice, Path(html[0]), "semmoe advise " + shlex.join(argv))
         print(f"page: {html[0]}")
     return 0

@@ -39,7 +39,7 @@ class Disaggregated:
         short_R = np.array([r.output_len == 1 for r in self.requests])
         return np.where(short_R, self.prefill.finish_ms_R, self.decode.finish_ms_R)
 
-    def served(self, slo: Mapping[str, float]) -> dict[str, Any]:
+    def served(self, slo: Mapping[str, float | None]) -> dict[str, Any]:
         """Serving columns of the finished run, with the KV transfers."""
         preemptions = self.prefill.preemptions + self.decode.preemptions
         times = (self.prefill.first_token_ms_R, self.finish_ms_R(), preemptions)

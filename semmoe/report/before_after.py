@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,22 @@ RAMP = ("#F4F8FB", "#C6DBEA", "#7FB2D6", "#3584B8", "#0B5A91", "#08306B")  # one
 
 def pair_traffic(comparison: Comparison) -> Any:
     """Baseline on the left (absent where every rank holds every token), the verdict's configuration on the right; one colour scale a row. Above: where a home rank's (token, expert) assignments are served, in percent of them; the framed diagonal stays local, and its mean is the LAR. Below: payload bytes that dispatch sends between each pair of ranks. An even picture costs least: the busiest row or column sets the time."""  # noqa: E501
-    sides = [(name, line, found) for name, line in _pair(comparison) if (found := _pairs(comparison, line)) is not None]
-    if not sides:
-        return None
+    sides = []
+    for name, line in _pair(comparison):
+        found = _pairs(comparison, line)
+        if found is not None:
+            sides.append((name, line.lar_replayed if math.isnan(line.lar_measured) else line.lar_measured, *found))
+    return heat_maps(sides) if sides else None
+
+
+def heat_maps(sides: Sequence[tuple[str, float, NDArray[np.float64], NDArray[np.float64]]]) -> Any:
+    """Side by side: (name, LAR, percent of a home rank's assignments by serving rank [G, G], kB sent a step [G, G])."""
     count = len(sides)
     figure, axes = subplots(2, count, figsize=(WIDTH_IN if count > 1 else WIDTH_IN / 2 + 0.6, 8.4), squeeze=False)
     for row, (what, unit) in enumerate(SHOWN):
-        top = max(float(np.nanmax(found[row])) for _, _, found in sides) or 1.0
-        for one, (name, line, found) in zip(axes[row], sides, strict=True):
+        top = max(float(np.nanmax(found[row])) for _, _, *found in sides) or 1.0
+        for one, (name, counted, *found) in zip(axes[row], sides, strict=True):
             mesh = _heat(one, found[row], top, framed=row == 0)
-            counted = line.lar_replayed if math.isnan(line.lar_measured) else line.lar_measured
             lar = "" if row else f", LAR {counted:.2f}"
             one.set_title(f"{name}{lar}\n{what}", fontsize=9, loc="left")
         figure.colorbar(mesh, ax=list(axes[row]), label=unit, fraction=0.03)
@@ -57,16 +64,20 @@ def _pairs(comparison: Comparison, line: Any) -> tuple[NDArray[np.float64], NDAr
     if rows.empty:
         return None
     row = rows.iloc[0]
-    count_GG = np.array(json.loads(row.assignment_pairs), dtype=float)
-    percent_GG = 100 * count_GG / np.maximum(count_GG.sum(axis=1, keepdims=True), 1)
-    sent_GG = np.array(
-        json.loads(row.rank_pairs if row.dispatcher == "a2a_dedup" else row.assignment_pairs), dtype=float
-    )
-    if row.dispatcher == "allgather_rs":
-        sent_GG = np.repeat(count_GG.sum(axis=1, keepdims=True), len(count_GG), axis=1)
+    pairs = (np.array(json.loads(text), dtype=float) for text in (row.assignment_pairs, row.rank_pairs))
+    return shares_and_bytes(*pairs, str(row.dispatcher), float(row.dispatch_bytes or 0) / max(row.steps, 1))
+
+
+def shares_and_bytes(
+    assignments_GG: NDArray[np.float64], distinct_GG: NDArray[np.float64], dispatcher: str, step_bytes: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(percent of assignments, kB a step) [home rank][serving rank], from counted pairs and what dispatch sent in a step."""
+    whole_G1 = assignments_GG.sum(axis=1, keepdims=True)
+    sent_GG = (distinct_GG if dispatcher == "a2a_dedup" else assignments_GG).astype(float)
+    if dispatcher == "allgather_rs":
+        sent_GG = np.repeat(whole_G1.astype(float), len(assignments_GG), axis=1)
     np.fill_diagonal(sent_GG, np.nan)
-    total = np.nansum(sent_GG)
-    return percent_GG, sent_GG * (float(row.dispatch_bytes or 0) / max(total, 1) / max(row.steps, 1) / 1e3)
+    return 100 * assignments_GG / np.maximum(whole_G1, 1), sent_GG * (step_bytes / max(np.nansum(sent_GG), 1) / 1e3)
 
 
 def _heat(axes: Any, values_GG: NDArray[np.float64], top: float, framed: bool) -> Any:

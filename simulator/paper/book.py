@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_all, conf_dir, sweep_points
 from semmoe.results import COLUMNS, write_atomically
+from semmoe.run import Run
 from semmoe.session import progress
 
 from ..app import simulate
@@ -27,7 +28,7 @@ KEPT = ["model", "cluster", "ep_size", "slots", "batch_tokens", "rate_rps", *POL
         "fan_out_replayed", "imbalance_step", "active_experts", "dispatch_ms", "experts_ms", "combine_ms", "srs_ms", "sag_ms",
         "layer_ms", "step_ms", "ttft_ms", "ttft_ms_p99", "tpot_ms", "e2e_ms", "e2e_ms_p50", "throughput_rps", "tokens",
         "config_id", "provenance"]  # fmt: skip
-NUM_EXPERTS = {"deepseek-v2-lite": 64, "qwen3-30b-a3b": 128}
+NUM_EXPERTS = {"deepseek-v2-lite": 64, "moonlight-16b-a3b": 64, "qwen3-30b-a3b": 128}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +51,18 @@ class Book:
 
     def rows(self, experiment: str) -> Table:
         """Simulated rows of experiment=paper/EXPERIMENT; axes that a flow lacks make no second row."""
-        configs = list(self._configs(f"paper/{experiment}"))
-        rows: dict[str, dict[str, Any]] = {}
+        return table_of([simulated(run) for run in self.runs(experiment)])
+
+    def runs(self, experiment: str) -> Iterator[Run]:
+        """The runs of experiment=paper/EXPERIMENT, each built when its turn comes; one for every config id."""
+        configs, seen = list(self._configs(f"paper/{experiment}")), set()
         with progress(len(configs), experiment) as bar:
             for config in configs:
                 run = self.builder.build(config)
-                if run.config_id not in rows:
-                    rows[run.config_id] = simulate(run) | {"max_prompt": config["workload"].get("max_prompt")}
+                if run.config_id not in seen:
+                    seen.add(run.config_id)
+                    yield run
                 bar.update()
-        return pd.DataFrame(list(rows.values()), columns=[*COLUMNS, "max_prompt"])
 
     def _configs(self, experiment: str) -> Iterator[dict[str, Any]]:
         """What compose_all gives, with each model and cluster composed once: small groups are put in from their files."""
@@ -79,6 +83,15 @@ class Book:
                 elif key not in HEAVY:
                     config[key] = yaml.safe_load(value)
             yield config
+
+
+def simulated(run: Run) -> dict[str, Any]:
+    """A run's row, with the length that its prompts are cut to."""
+    return simulate(run) | {"max_prompt": run.cfg["workload"].get("max_prompt")}
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    return pd.DataFrame(list(rows), columns=[*COLUMNS, "max_prompt"])
 
 
 NAMES = {

@@ -18,6 +18,8 @@ SLO_GAIN_PCT = {
     ("deepseek-v2-lite", "moetuner"): (32.0, 278.0),
     ("qwen3-30b-a3b", "vanilla"): (98.0, 11.0),
     ("qwen3-30b-a3b", "moetuner"): (35.0, 32.0),
+    ("moonlight-16b-a3b", "vanilla"): (12.0, 10.0),  # App. C.2: means over LMSYS, MMLU and ShareGPT
+    ("moonlight-16b-a3b", "moetuner"): (22.0, 14.0),
 }
 # Table 2, milliseconds: (SGLang, MoETuner, Sem-MoE)
 TTFT_P99_MS = {

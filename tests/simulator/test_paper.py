@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from simulator.paper import published
+from simulator.paper import published, served
 from simulator.paper.app import PAGES, gather, main, reduced_rows
 from simulator.paper.book import Page, write
 from simulator.paper.layers import gains_over_better_baseline
-from simulator.paper.served import rate_within
 from simulator.paper.verdicts import CONFIRMED, GAIN, LOSS, _nulls_said, against_null
 
 COMMITTED = Path(__file__).parents[2] / "results" / "paper"
@@ -45,12 +44,6 @@ def test_committed_pages_name_their_command_and_hold_their_rows() -> None:
         assert len(pd.read_csv(COMMITTED / f"{name}.csv")) > 3
 
 
-def test_the_rate_within_an_slo_lies_where_the_curve_crosses_it() -> None:
-    rates, ms = pd.Series([1, 10, 100]), pd.Series([10.0, 10.0, 1000.0])
-    assert rate_within(rates, ms, 100.0) == pytest.approx(10 * 10**0.5)
-    assert rate_within(rates, ms, 5.0) == 0.0 and np.isinf(rate_within(rates, ms, 2000.0))
-
-
 def test_gains_are_over_the_better_baseline_of_the_setting() -> None:
     rows = pd.DataFrame(
         [{"cluster": "c", "flow": flow, "dispatcher": d, "policy": policy, "layer_ms": ms}
@@ -64,6 +57,22 @@ def test_gains_are_over_the_better_baseline_of_the_setting() -> None:
         found.loc["tp_shuffled", "gain_pct"] == pytest.approx(50)
         and found.loc["tp_shuffled", "baseline"] == "two all-reduces"
     )
+
+
+def test_a_curve_searches_its_rate_and_keeps_the_rows_that_it_asked_for(monkeypatch) -> None:
+    asked = []
+
+    def row(rate: float) -> dict[str, float]:
+        asked.append(rate)
+        return {"ttft_ms": 10.0 if rate < 70 else 1e6, "throughput_rps": rate}
+
+    monkeypatch.setattr(served, "at_rate", lambda run, rate: rate)
+    monkeypatch.setattr(served, "simulated", row)
+    curve = served.Curve(None, {50.0: {"ttft_ms": 10.0, "throughput_rps": 50.0}})  # type: ignore[arg-type]
+    found = curve.most(served.Objective(50.0, statistic="mean"))
+    assert found.bounded and found.rate_rps == pytest.approx(70, rel=0.021) and 50.0 not in asked
+    assert curve.most(served.Objective(50.0, statistic="mean")) == found and len(asked) == len(set(asked))
+    assert served._rate(found) == f"{found.rate_rps:.0f}"
 
 
 def test_a_null_is_confirmed_by_an_interval_around_zero_alone() -> None:

@@ -54,6 +54,19 @@ def test_either_bound_breaks_the_objective():
     assert not objective.met({"ttft_ms_p90": 51.0}) and not objective.met({"ttft_ms_p90": 1, "tpot_ms_p90": 5.1})
     with pytest.raises(UserError, match="tolerance"):
         throughput_under_slo(queue(1), objective, tolerance=0)
+    whole = Objective(e2e_ms=300.0)
+    assert whole.met({"ttft_ms_p90": 1e9, "e2e_ms_p90": 300.0}) and not whole.met({"e2e_ms_p90": 301.0})
+    mean = Objective(50.0, e2e_ms=300.0, statistic="mean")  # the tail does not count
+    assert mean.met({"ttft_ms": 49, "ttft_ms_p90": 99, "e2e_ms": 299}) and not mean.met({"ttft_ms": 1, "e2e_ms": 301})
+
+
+def test_the_papers_objective_is_five_times_the_mean_of_the_lightest_load():
+    overrides = ["workload=serve", "workload.num_requests=5", "cluster=h100x8", "planned_folds=0", "scope=full_model"]
+    (config,) = compose_all(overrides)
+    run = RunBuilder().build(config)
+    alone, objective = server(run)(1e-3), lightest_load(run)
+    assert objective.ttft_ms == 5 * alone["ttft_ms"] and objective.e2e_ms == 5 * alone["e2e_ms"]
+    assert objective.met(alone) and objective.statistic == "mean"
 
 
 def test_the_simulated_machine_meets_the_papers_objective_up_to_some_rate_and_not_beyond():
@@ -69,12 +82,12 @@ def test_the_simulated_machine_meets_the_papers_objective_up_to_some_rate_and_no
 
 def test_the_command_keeps_a_row_for_every_rate_with_the_bounds_it_was_judged_by(tmp_path, capsys):
     words = ["workload=serve", "workload.num_requests=10", "cluster=h100x8", "tolerance=0.5", "slo=absolute"]
-    words += [f"results_dir={tmp_path}", "name=r", "slo.ttft_ms=50"]
+    words += [f"results_dir={tmp_path}", "name=r", "slo.ttft_ms=50", "slo.e2e_ms=900"]
     assert cli(["slo", *words]) == 0
     rates = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines() if line.startswith("   ")]
     rows = read_rows([tmp_path / "r"])
     assert sorted(rows.rate_rps) == pytest.approx(sorted(rates), abs=0.01) and rows.config_id.is_unique
-    assert set(rows.slo_ttft_ms) == {50.0} and rows.throughput_rps.notna().all()
+    assert set(rows.slo_ttft_ms) == {50.0} and set(rows.slo_e2e_ms) == {900.0} and rows.throughput_rps.notna().all()
     # the row is the one that `simulate` makes at that rate
     assert cli(["simulate", *words[:3], *words[5:], "workload.rate_rps=1.0", "name=s", "planned_folds=0"]) == 0
     (twin,) = read_rows([tmp_path / "s"]).to_dict("records")
@@ -87,6 +100,7 @@ def test_the_command_keeps_a_row_for_every_rate_with_the_bounds_it_was_judged_by
     [
         (["tolerance=x"], "tolerance=x must be a number"),
         (["tolerance=0"], "between 0 and 1"),
+        (["slo.e2e_ms=-1"], "slo.e2e_ms=-1"),
         (["experiment=demo"], "configurations .* one is right"),
     ],
 )
