@@ -1,7 +1,7 @@
 """DeviceLayer: an MoELayer of one shape as device work only: no size is read to the host, so that a graph can hold it.
 
-Its phases, each of them behind one barrier of all ranks (inside its first kernel; where ranks share a stream, the order
-of the stream). Rows travel by the same kernels as in eager mode, between `FixedBuffers`:
+Its phases; what peers wrote in one is read behind a barrier of all ranks in the next (inside its first kernel; where ranks
+share a stream, the order of the stream). Rows travel by the same kernels as in eager mode, between `FixedBuffers`:
 
     dp             gate | pull, experts | combine
     allgather_rs   gate | pull all rows, experts | SRS of the answers                        (flow dp)
@@ -83,7 +83,10 @@ class DeviceLayer:
         return LayerOutput(self.y[: self.filled].clone(), flips, carried)
 
     def count(self) -> None:
-        """What the kernels of one step counted, to the transport's counter. Reads the device."""
+        """What the kernels of one step counted, to the transport's counter. Reads the device. RuntimeError when a kernel
+        gave up waiting for a rank."""
+        if self.barrier is not None:
+            self.barrier.check()
         counter = self.layer.transport.counter
         counter.start_layer()
         now, width = counter.now, row_bytes(self.y)
