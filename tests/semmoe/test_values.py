@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -38,6 +39,12 @@ def composed(key: str) -> dict:
     overrides = ["workload=serve"] if key in SERVED else []
     overrides += ["trace=file", "trace.path=x"] if key == "trace.path" else []
     overrides += ["model=hf", "model.path=x"] if key == "model.path" else []
+    return composed_once(tuple(overrides))
+
+
+@functools.cache
+def composed_once(overrides: tuple[str, ...]) -> dict:
+    """Nobody writes into it: `with_value` makes another."""
     (config,) = compose_all(overrides)
     return config
 
