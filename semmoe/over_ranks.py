@@ -20,7 +20,8 @@ def total(values_XG: NDArray[Any]) -> NDArray[Any]:
 
 
 def _rows(values_XG: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(values_XG).reshape(-1, values_XG.shape[-1])
+    rows = int(np.prod(values_XG.shape[:-1]))  # not -1: of no ranks (pairs that ports stand for) the sum is 0
+    return np.ascontiguousarray(values_XG).reshape(rows, values_XG.shape[-1])
 
 
 @numba.njit(cache=True)
