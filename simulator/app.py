@@ -116,8 +116,14 @@ def replacing_timer(run: Run, cost: CostModel, replacing: Replacing, full_model:
 
 
 def expected_traffic(run: Run, cost: CostModel) -> ExpectedTraffic:
-    """Rates of the run's held-out part under its policies: on the training part, which they have seen, they look better."""
-    rank_R = run.recipe.request_ranks(run.fitted, run.heldout) if run.spec.flow == "dp" else None
+    """Rates of the run's held-out part under its policies: on the training part, which they have seen, they look better.
+
+    Requests of a served run get their homes one by one, as a queue has them, and not all at once as batches do."""
+    rank_R = (
+        run.recipe.request_ranks(run.fitted, run.heldout, window=int(run.kind == "serve"))
+        if run.spec.flow == "dp"
+        else None
+    )
     return ExpectedTraffic(run.planner(), rank_R, cost.network.wiring)
 
 

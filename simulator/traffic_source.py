@@ -8,9 +8,7 @@
                      lean to those of all homes by PRIOR tokens
 
 What expectation cannot show: the slowest rank of a step is slower than the mean one by chance, and tokens of a request
-are alike, and requests that queue are homed otherwise than all of them at once (`request_ranks`), as the rates have it: the
-locality of a scheduler that looks at content comes out too high. `python -m simulator.expected_error` measures it
-all against traced routes.
+are alike. `python -m simulator.expected_error` measures both against traced routes.
 """
 
 from __future__ import annotations
