@@ -156,6 +156,14 @@ def plans_are_permutations_within_capacity(subject: Subject) -> None:
         )
 
 
+def keeps_the_order_that_it_claims(subject: Subject) -> None:
+    for score, capacity in _token_cases(subject.recipe.ep_size):
+        scheduler = subject.make()
+        if getattr(scheduler, "keeps_order", False):
+            perm_T = scheduler.homes(score, capacity).perm_T
+            assert np.array_equal(perm_T, np.arange(len(score))), "says keeps_order, yet permutes tokens"
+
+
 def plans_alike_twice(subject: Subject) -> None:
     for score, capacity in _token_cases(subject.recipe.ep_size):
         first, second = (subject.make().homes(score, capacity).owner_T for _ in range(2))
@@ -225,6 +233,7 @@ CHECKS: dict[str, dict[str, Check]] = {
     },
     "token_scheduler": {
         "plans are permutations within capacity": plans_are_permutations_within_capacity,
+        "keeps the order where it says so": keeps_the_order_that_it_claims,
         "same input, same plan": plans_alike_twice,
     },
     "request_scheduler": {

@@ -89,6 +89,15 @@ class Greedy:
         return Plan.from_owner(score_TG.argmax(axis=1), score_TG.shape[1])
 
 
+class Claiming:
+    """Deals tokens out in turn and says that they keep their order."""
+
+    keeps_order = True
+
+    def homes(self, score_TG, capacity):
+        return Plan.from_owner(np.arange(len(score_TG)) % score_TG.shape[1], score_TG.shape[1])
+
+
 class Hoarding:
     def assign(self, request, score_G, head_counts, ranks):
         return 0
@@ -108,6 +117,7 @@ BROKEN = [
     ("placement", Wandering, "same seed, same placement"), ("placement", TooFewLayers, "places every expert of every layer"),
     ("placement", Meddling, "leaves the profile alone"), ("predictor", FloatScores, "scores have shape and kind"),
     ("predictor", OnlySeen, "scores unseen tokens"), ("token_scheduler", Greedy, "plans are permutations within capacity"),
+    ("token_scheduler", Claiming, "keeps the order where it says so"),
     ("request_scheduler", Hoarding, "leaves no rank idle"), ("request_scheduler", Lost, "assigns ranks that exist"),
     ("replica_router", FirstSlot, "slots hold the expert"),
 ]  # fmt: skip
@@ -132,7 +142,7 @@ def test_command_prints_suite_and_table_and_its_exit_status_tells(tmp_path, monk
     )
     assert cli.main(["check", "token_scheduler._target_=plug_in_for_check.Deal"]) == 0
     out = capsys.readouterr().out
-    assert "* plug_in_for_check.Deal" in out and "semantic" in out and out.count("  ok") == 2
+    assert "* plug_in_for_check.Deal" in out and "semantic" in out and out.count("  ok") == 3
     assert cli.main(["check", "token_scheduler._target_=plug_in_for_check.Pile"]) == 1
     assert "FAILED   plans are permutations within capacity: AssertionError: a rank got" in capsys.readouterr().out
 
