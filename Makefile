@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo paper test lint types unit bench bench-gpu calibrate accuracy rank-order micro clean
+.PHONY: demo paper test lint types unit validate bench bench-gpu calibrate accuracy rank-order micro clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -41,6 +41,10 @@ types: $(VENV)/installed
 
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+# The accuracy table on public measurements (../shared/data/perfdata); fails on a regression, warns of a drift
+validate: $(VENV)/installed
+	$(BIN)/semmoe validate
 
 bench: $(VENV)/installed
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only

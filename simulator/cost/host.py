@@ -44,10 +44,9 @@ from .dense import GemmLaw
 
 Float = NDArray[np.float64]
 LAUNCH_US = 5.0  # one small kernel with its gap, where nothing was measured (aiconfigurator uses 3)
-EAGER_KERNELS = (
-    24  # of one attention block and MoE layer, each LAUNCH_US: what a step takes at least without a CUDA graph
-)
-# vLLM's public run of Qwen3-30B-A3B (simulator/validation/vllm_run.py) shows 55 ms eager over 48 layers: 1,146 us a layer
+# Without a CUDA graph: 55 ms for 48 layers in vLLM's public run of Qwen3-30B-A3B (simulator/validation/vllm_run.py), the only
+# measured figure at hand. An engine's Python, not its kernels, is what takes that long: 24 launches would be 120 us.
+EAGER_LAYER_US = 1146.0
 PLAN_US = 10.0  # table look-up, assignment and permutation kernels of one layer
 
 
@@ -88,7 +87,7 @@ class HostCost:
         """Host time to issue one layer's kernels one by one."""
         known = "eager_layer" in self.cluster.host_us
         self.marks.add("fitted" if known else "assumed")
-        return float(self.cluster.host_us["eager_layer"]) if known else EAGER_KERNELS * LAUNCH_US
+        return float(self.cluster.host_us["eager_layer"]) if known else EAGER_LAYER_US
 
     def gate_us(self, tokens_LG: NDArray[np.integer]) -> Float:
         """Gate of the tokens that each rank scores."""

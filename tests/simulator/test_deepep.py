@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulator_kit import cluster, presets, price, spec, traffic_of
@@ -11,6 +13,7 @@ from semmoe.errors import UserError
 from semmoe.traffic import count_traffic
 from simulator.cost.collectives import CollectiveCost
 from simulator.cost.deepep import DeepEPLaw, NormalMode
+from simulator.validation.deepep import even_exchange_us
 from simulator.validation.deepep_law import near_copies, remote_units
 
 LAW = {"floor_us": 20.0, "link_gbps": 1.0}
@@ -101,3 +104,21 @@ def test_even_routes_load_ports_as_the_fit_assumed(name, nodes):
     port, nic = seen["dispatch"]
     assert port / 7392 == pytest.approx(tokens * near_copies(experts, 8, made.ranks, nodes), rel=0.1)
     assert nic / 7392 == pytest.approx(tokens * remote_units(experts, 8, nodes) if nodes > 1 else 0, rel=0.05)
+
+
+# dispatch + combine measured on H100 with even routes, us by tokens a rank: hidden 7168, top-8 of 256, FP8 out, 20 SMs
+# [ai-dynamo/aiconfigurator@095f58a5], telling sizes included
+MEASURED = {
+    "h100x8": {16: 80.3, 128: 132.6, 1024: 465.0},
+    "h100x16": {16: 155.5, 128: 279.7, 1024: 962.5},
+    "h100x32": {128: 435.7, 1024: 1612.6},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_presets_give_the_measured_exchanges_again(name):
+    us = np.array(list(MEASURED[name].values()))
+    wide = DispatchSpec(flow="dp", dispatcher="a2a_dedup", hidden=7168, top_k=8, dispatch_dtype="fp8")
+    assert np.abs(even_exchange_us(presets()[name], wide, list(MEASURED[name])) / us - 1).max() < 0.12
+    curves = replace(presets()[name], deepep={})
+    assert np.abs(even_exchange_us(curves, wide, [128]) / MEASURED[name][128] - 1) > 0.25, "control: NCCL's curves"
