@@ -8,7 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semmoe.trace import RoutingTrace
 from simulator.paper import published, served
+from simulator.paper.affinity import table_1
 from simulator.paper.app import PAGES, gather, main, reduced_rows
 from simulator.paper.book import Page, write
 from simulator.paper.layers import gains_over_better_baseline
@@ -42,6 +44,18 @@ def test_committed_pages_name_their_command_and_hold_their_rows() -> None:
     for name in there:
         assert f"python -m simulator.paper --only {name}" in (COMMITTED / f"{name}.md").read_text(encoding="utf-8")
         assert len(pd.read_csv(COMMITTED / f"{name}.csv")) > 3
+
+
+def test_table_1_counts_each_token_against_its_types_hottest_experts() -> None:
+    routes = np.array([[0, 1], [0, 1], [0, 2], [3, 4]])  # three tokens of one type, one of another
+    trace = RoutingTrace(
+        model="m", num_experts=6, vocab_size=10, experts_TLk=routes[:, None, :], token_id_T=np.array([7, 7, 7, 8]),
+        request_offset_R1=np.array([0, 4]), prompt_len_R=np.array([4]), domain_R=np.array(["x"]), layer_ids_L=np.array([0]),
+    )  # fmt: skip
+    found = table_1(trace)
+    assert found["f1"].tolist() == [np.percentile([1, 1, 0.5, 1], [25, 50, 75]).tolist()]
+    assert found["hotness"][0] == pytest.approx(np.percentile([5 / 6, 1], [25, 50, 75]))
+    assert found["outside"][0] == pytest.approx(np.percentile([1 / 6, 0], [25, 50, 75]))
 
 
 def test_gains_are_over_the_better_baseline_of_the_setting() -> None:
