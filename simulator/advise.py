@@ -265,8 +265,8 @@ def sizes(desk: Desk, flow: str, dispatcher: str, known: dict[Any, Layer]) -> li
         rivals = baselines(desk, flow, "prefill", tokens, known)
         twin = next(r for r in rivals if r.name.endswith(dispatcher))
         _, ours = co_scheduled(desk, flow, dispatcher, tokens, known)
-        shares = [100 * layer.exchange_ms / layer.ms for layer in (twin, ours)]
-        found.append(Size(tokens, *shares, 100 * (1 - ours.ms / min(r.ms for r in rivals))))
+        before, after = (100 * layer.exchange_ms / layer.ms for layer in (twin, ours))
+        found.append(Size(tokens, before, after, 100 * (1 - ours.ms / min(r.ms for r in rivals))))
     return found
 
 

@@ -20,7 +20,8 @@ def drift_said(desk: Desk, best: Cell) -> str:
         few = {"requests": max(int(trace["requests"]) // 2, 2)}  # all of them are new to the plan
         other = Desk(desk.config | {"trace": trace | {"domains": [OTHER_KIND]} | few}, desk.builder)
         strange = other.run(best.flow, best.dispatcher).heldout
-        parts = (run.fitted, run.heldout, strange, f"on another kind of text ({OTHER_KIND}) the same plan")
+        fitted, here_trace, there_trace = run.fitted, run.heldout, strange
+        words = f"on another kind of text ({OTHER_KIND}) the same plan"
     else:
         recorded = elsewhere(run.train, run.heldout)
         if recorded is None:
@@ -28,9 +29,8 @@ def drift_said(desk: Desk, best: Cell) -> str:
                 "unknown: the trace has neither several domains nor arrival times; record another day or domain and evaluate "
                 "today's plan on it"
             )
-        learned, *rest = recorded
-        parts = (run.recipe.fit(learned), *rest)
-    fitted, here_trace, there_trace, words = parts
+        learned, here_trace, there_trace, words = recorded
+        fitted = run.recipe.fit(learned)
     here, there = (homed_lar(run.recipe, fitted, part) for part in (here_trace, there_trace))
     chance = 1 / run.ep_size
     text = f"{words} reaches LAR {there:.2f} instead of {here:.2f}"
@@ -51,12 +51,12 @@ def elsewhere(
         parts = [np.flatnonzero(t.domain_R == first) for t in (train, heldout)] + [
             np.flatnonzero(heldout.domain_R != first)
         ]
-        words = f"planned for its largest domain ({first}) alone, a plan on the other {len(domains) - 1} domains"
+        words = f"a plan made for its largest domain ({first}) alone, on the {len(domains) - 1} other ones,"
     elif train.arrival_ms_R is not None and heldout.arrival_ms_R is not None:
         middle = np.median(np.concatenate([train.arrival_ms_R, heldout.arrival_ms_R]))
         parts = [np.flatnonzero(t.arrival_ms_R < middle) for t in (train, heldout)]  # type: ignore[operator]
         parts.append(np.flatnonzero(heldout.arrival_ms_R >= middle))
-        words = "planned for its first half in time alone, a plan on the later half"
+        words = "a plan made for its first half in time alone, on the later half,"
     else:
         return None
     if min(map(len, parts)) < FEWEST:

@@ -64,8 +64,12 @@ def _pairs(comparison: Comparison, line: Any) -> tuple[NDArray[np.float64], NDAr
     if rows.empty:
         return None
     row = rows.iloc[0]
-    pairs = (np.array(json.loads(text), dtype=float) for text in (row.assignment_pairs, row.rank_pairs))
-    return shares_and_bytes(*pairs, str(row.dispatcher), float(row.dispatch_bytes or 0) / max(row.steps, 1))
+    assigned_GG, distinct_GG = (
+        np.array(json.loads(text), dtype=float) for text in (row.assignment_pairs, row.rank_pairs)
+    )
+    return shares_and_bytes(
+        assigned_GG, distinct_GG, str(row.dispatcher), float(row.dispatch_bytes or 0) / max(row.steps, 1)
+    )
 
 
 def shares_and_bytes(
