@@ -43,7 +43,7 @@ from .advise import (
     valid_cells,
 )
 from .advise_drift import drift_said
-from .advise_policies import best_looking, best_said, try_policies
+from .advise_policies import best_looking, best_said, better_still, try_policies
 
 WIDTH = 112
 PLAIN = {"dp": "dp", "tp_shuffled": "tp_scattered"}  # the flow without a scheduler
@@ -150,6 +150,7 @@ def _advise(config: dict[str, Any], desk: Desk, known: dict[Any, Layer], bar: An
     by_size = sizes(desk, "dp", "a2a_dedup", known)
     best = max(cells, key=lambda cell: cell.gain_pct)
     kind, headline = _headline(best)
+    headline += better_still(best, tried)
     stage("costs")
     cost = _cost(desk, best)
     stage("drift")

@@ -88,3 +88,13 @@ def best_said(tried: Iterable[Tried]) -> str:
             text += f", {apart} the next: {following.policy} ({following.flow}, {following.dispatcher})"
         said.append(text)
     return "; ".join(said)
+
+
+def better_still(cell: Cell, tried: Iterable[Tried]) -> str:
+    """A sentence where something simpler gains more in this cell than co-scheduling, else nothing."""
+    here = [row for row in tried if (row.phase, row.tokens_a_rank) == (cell.phase, cell.tokens_a_rank)
+            and (row.flow == "dp") == (cell.flow == "dp")]  # fmt: skip
+    best = min(here, key=lambda row: row.layer_ms, default=None)
+    if best is None or best.policy in (NONE, BOTH) or best.gain_pct < cell.gain_pct + TIE_PCT:
+        return ""
+    return f" Simpler and better there: {best.policy}, {best.gain_pct:+.1f} %."

@@ -13,11 +13,11 @@ import semmoe
 from semmoe.config import compose_all
 from semmoe.errors import UserError
 from semmoe.trace import RoutingTrace
-from simulator.advise import Desk, Layer, baselines, break_even_lar, gain_interval, judge, step_sizes, told
+from simulator.advise import Cell, Desk, Layer, baselines, break_even_lar, gain_interval, judge, step_sizes, told
 from simulator.advise_app import Advice, advise, render
 from simulator.advise_drift import elsewhere
 from simulator.advise_page import FIGURES, write_html
-from simulator.advise_policies import ALONE, BALANCE, BOTH, NONE, Tried, best_said
+from simulator.advise_policies import ALONE, BALANCE, BOTH, NONE, Tried, best_said, better_still
 from simulator.breakeven import main as breakeven
 
 TINY = Path(semmoe.__file__).parent / "assets/traces/tiny_docs.npz"
@@ -145,6 +145,13 @@ def test_the_best_policy_is_the_fastest_of_those_tried_and_ties_are_said() -> No
         f"decode: {BALANCE} (dp, a2a_dedup), +10.0 % over the better baseline (-1.0 to +9.0), 7.2 % ahead of"
     )
     assert f"prefill: {NONE} (dp, a2a_dedup), not told apart from the next: {BOTH}" in said
+
+
+def test_a_simpler_policy_that_gains_more_stands_in_the_headline() -> None:
+    cell = Cell("dp", "a2a_dedup", "decode", 16, "", 1.0, 1.0, 0.97, 3.0, 1.0, 5.0, 0.1, 0.5, 0.4, "pays", "")
+    rows = [tried(BOTH, 0.97), tried(BALANCE, 0.9), tried(NONE, 1.0), tried(ALONE, 0.5, "prefill")]
+    assert better_still(cell, rows) == f" Simpler and better there: {BALANCE}, +10.0 %."
+    assert better_still(cell, [tried(BOTH, 0.97), tried(BALANCE, 0.965), tried(NONE, 1.0)]) == ""
 
 
 def test_drift_of_a_recorded_trace_is_judged_by_its_domains_or_its_time() -> None:
