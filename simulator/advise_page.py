@@ -23,6 +23,7 @@ from semmoe.report.draw import (
     WIDTH_IN,
     errors,
     frame,
+    legend_below,
     plain_ticks,
     row_in,
     subplots,
@@ -110,19 +111,22 @@ def locality(advice: Advice) -> Any:
     line is locality that buys nothing. The cross is the LAR at which it would break even."""
     cells = advice.cells
     steps = list(dict.fromkeys(cells["step"]))
+    names = list(dict.fromkeys(cells["flow"] + ", " + cells["dispatcher"]))
     drawn, every = subplots(1, len(steps), figsize=(WIDTH_IN, 3.6), squeeze=False)
+    signs: dict[str, Any] = {}
     for axes, step in zip(every[0], steps, strict=True):
         axes.axhline(0, color=BLACK, linewidth=1)
-        for i, cell in enumerate(cells[cells["step"] == step].to_dict("records")):
-            colour, marker, label = COLOURS[i % 8], MARKERS[i % 5], f"{cell['flow']}, {cell['dispatcher']}"
+        for cell in cells[cells["step"] == step].to_dict("records"):
+            name = f"{cell['flow']}, {cell['dispatcher']}"
+            colour, marker = COLOURS[names.index(name) % 8], MARKERS[names.index(name) % 5]
             before = 100 * (1 - cell["twin ms"] / cell["baseline ms"])
             axes.plot([cell["LAR before"], cell["LAR"]], [before, cell["gain %"]], color=colour, linewidth=1.2)
-            axes.plot([cell["LAR"]], [cell["gain %"]], color=colour, marker=marker, linestyle="none", label=label)
+            (signs[name],) = axes.plot([cell["LAR"]], [cell["gain %"]], color=colour, marker=marker, linestyle="none")
             if np.isfinite(cell["break-even LAR"]):
                 axes.plot([cell["break-even LAR"]], [0], color=colour, marker="x", markersize=8, linestyle="none")
         axes.set(xlabel="LAR (share of assignments at home)", xlim=(0, 1))
         axes.set_title(f"{step} steps", loc="left", fontsize=9)
-        axes.legend(fontsize=7)
+    legend_below(drawn, signs)
     every[0][0].set_ylabel("time of a layer saved (%)")
     return drawn
 
