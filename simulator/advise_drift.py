@@ -51,7 +51,7 @@ def elsewhere(
         parts = [np.flatnonzero(t.domain_R == first) for t in (train, heldout)] + [
             np.flatnonzero(heldout.domain_R != first)
         ]
-        words = f"a plan made for its largest domain ({first}) alone, on {len(domains) - 1} other{'s' if len(domains) > 2 else ''},"
+        words = f"a plan made for its largest domain ({first}) alone, on the rest,"
     elif train.arrival_ms_R is not None and heldout.arrival_ms_R is not None:
         middle = np.median(np.concatenate([train.arrival_ms_R, heldout.arrival_ms_R]))
         parts = [np.flatnonzero(t.arrival_ms_R < middle) for t in (train, heldout)]  # type: ignore[operator]
