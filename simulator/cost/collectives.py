@@ -130,13 +130,13 @@ class CollectiveCost:
 
     def _pairs_us(self, c: Collective, traffic: Traffic) -> Float:
         loads = loads_of(c, self.wiring)
-        row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
         if loads.skewed and f"{c.op}.port" not in self.cluster.skew:
             self.marks.add("skew_unvalidated")
         if self._library is not None and c.op in ("dispatch", "combine"):
             self.marks |= self._library.marks
             port, nic = loads.port_L * c.row_bytes, self._busiest_nic_L(loads) * c.row_bytes
             return self._library.time_us(c.op, port, nic, c.row_bytes, most(traffic.homes_LG))
+        row_bytes = c.row_bytes + (self._metadata_row_bytes(traffic, c) if c.op == "dispatch" else 0.0)
         time = self._inside_us(c.op, loads, row_bytes, traffic)
         if self.topology.nodes > 1:
             self.marks.add("fitted")

@@ -32,7 +32,7 @@ from semmoe.specs import ClusterSpec
 from .low_latency import LowLatencyTable
 
 Float = NDArray[np.float64]
-NORM = 4  # how sharply the narrowest of links, SMs and NICs rules; 2 fits the rows of two and four nodes worse
+NORM = 4.0  # how sharply the narrowest of links, SMs and NICs rules; 2 fits the rows of two and four nodes worse
 OPS = ("dispatch", "combine")
 KEYS = ("sms", "ranks_per_node", "nodes", "node", "between")
 
@@ -55,12 +55,14 @@ class DeepEPLaw:
         row_bytes: Float | float,
         tokens: Float | float,
         sms: Float | float = 1.0,
-        nic_us: Float | float = 0.0,
+        nic_us: Float | float | None = None,
         nodes: Float | float = 1.0,
     ) -> Float:
-        """nic_us: what the busiest NIC alone needs."""
-        link, sm = port_bytes / (1e3 * self.link_gbps), port_bytes / (1e3 * self.sm_gbps * sms)
-        transfer = (link**NORM + sm**NORM + nic_us**NORM) ** (1 / NORM)
+        """nic_us: what the busiest NIC alone needs; None inside a node."""
+        us_per_byte = (self.link_gbps**-NORM + (self.sm_gbps * sms) ** -NORM) ** (1 / NORM) / 1e3
+        transfer = port_bytes * us_per_byte
+        if nic_us is not None:
+            transfer = (transfer**NORM + nic_us**NORM) ** (1 / NORM)
         fixed = self.floor_us + self.doubling_us * np.log2(nodes) + row_bytes * self.row_ns_per_byte / 1e3
         return np.asarray(fixed + tokens * self.token_us / sms + transfer, dtype=np.float64)
 
@@ -90,7 +92,7 @@ class NormalMode:
 
     def time_us(self, op: str, port_bytes: Float, nic_bytes: Float, row_bytes: float, tokens_L: Float) -> Float:
         """Microseconds per layer of "dispatch" or "combine"."""
-        nic_us = nic_bytes / (1e3 * self.nic_gbps) if self.nodes > 1 else 0.0
+        nic_us = nic_bytes / (1e3 * self.nic_gbps) if self.nodes > 1 else None
         return self._laws[op].time_us(port_bytes, row_bytes, tokens_L, self.sms, nic_us, self.nodes)
 
 
