@@ -108,7 +108,7 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
             launch_srs(table, x_GTH[0], plan, rank, out_NH=out_G[rank], blocks=blocks)
         return [out_G[rank][: counts[rank]] for rank in range(ranks)]
 
-    def srs_unfused() -> list[Tensor]:
+    def index_reduce_scatter() -> list[Tensor]:
         shuffled_TH = _rank_order_sum(x_GTH.index_select(1, plan.perm_T))
         return [shuffled_TH[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
@@ -116,7 +116,8 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
     expected = [sums_TH[plan.perm_T[s : s + n]] for s, n in zip(starts, counts, strict=True)]
     moved = (ranks + 1) * tokens * row_bytes
     tolerance = 2**-7 if sizes.dtype == torch.bfloat16 else 0.0
-    yield Case("srs", {**variants, "index_and_sum": srs_unfused}, expected, tolerance, out_G, moved, Bar("share", 0.8))
+    variants["index_reduce_scatter"] = index_reduce_scatter
+    yield Case("srs", variants, expected, tolerance, out_G, moved, Bar("share", 0.8))
 
     z_G = [rows.contiguous() for rows in expected]
     z_table = address_table(z_G)
@@ -124,7 +125,11 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
     def sag(blocks: int) -> list[Tensor]:
         return [launch_sag(z_table, z_G[0], plan, r, out_G[r], blocks=blocks)[0] for r in range(len(z_G))]
 
-    variants = {f"blocks={b}": partial(sag, b) for b in sizes.blocks}
+    def all_gather_index() -> list[Tensor]:
+        place_T = plan.starts_on_device_G[plan.owner_T] + plan.slot_T
+        return [torch.cat(z_G).index_select(0, place_T) for _ in range(ranks)]
+
+    variants = {f"blocks={b}": partial(sag, b) for b in sizes.blocks} | {"all_gather_index": all_gather_index}
     moved = 2 * ranks * tokens * row_bytes
     yield Case("sag", variants, [sums_TH] * ranks, 0.0, out_G, moved, Bar("share", 0.8))
 
@@ -204,11 +209,38 @@ def exchange_case(sizes: Sizes, dedup: bool) -> Case:
             combine(o_table, group, rank, out_G[rank], dedup, blocks=blocks)
         return [out[:n] for out, n in zip(out_G, counts, strict=True)]
 
+    sent_GG = _assignment_pairs(group, counts)
+
+    def index_all_to_all() -> list[Tensor]:
+        """A row per assignment, sorted by serving rank, all-to-all, and back: copies on virtual ranks. The sizes, which a
+        library's call needs on the host, are known beforehand and cost nothing here."""
+        order_G, sent_G = [], []
+        for start, count, x_nH, sizes_G in zip(starts, counts, x_G, sent_GG, strict=True):
+            order_A = group.slots_Tk[plan.perm_T[start : start + count]].view(-1).argsort(stable=True)
+            order_G.append(order_A)
+            sent_G.append(x_nH.index_select(0, order_A // sizes.top_k).split(sizes_G))
+        served_G = [torch.cat(parts) for parts in zip(*sent_G, strict=True)]
+        split_G = [rows.split(list(came)) for rows, came in zip(served_G, zip(*sent_GG, strict=True), strict=True)]
+        outs = []
+        for rank, (order_A, mine_n) in enumerate(zip(order_G, mine_G, strict=True)):
+            answers_AH = torch.cat([parts[rank] for parts in split_G]).float()
+            answers_AH = answers_AH * weights_Tk[mine_n].view(-1)[order_A][:, None]
+            total_nH = torch.zeros(len(mine_n), hidden, device=x_TH.device)
+            outs.append(total_nH.index_add_(0, order_A // sizes.top_k, answers_AH).to(sizes.dtype))
+        return outs
+
     total_TH = x_TH.float() * weights_Tk.sum(dim=1, keepdim=True)
     tolerance = 3e-2 if sizes.dtype == torch.bfloat16 else 1e-5
     variants: dict[str, Callable[[], Sequence[Tensor]]] = {f"blocks={b}": partial(run, b) for b in sizes.blocks}
+    variants["index_all_to_all"] = index_all_to_all
     name = "exchange_dedup" if dedup else "exchange_assignment"
     return Case(name, variants, [total_TH[mine] for mine in mine_G], tolerance, [*o_G, *out_G, *rows_G])
+
+
+def _assignment_pairs(group: Group, counts_G: list[int]) -> list[list[int]]:
+    """Assignments [home rank][serving rank]."""
+    serving_Tk = (group.slots_Tk // group.slots_per_rank)[group.plan.perm_T]
+    return [torch.bincount(part.reshape(-1), minlength=group.ranks).tolist() for part in serving_Tk.split(counts_G)]
 
 
 def _homes(sizes: Sizes) -> Tensor:

@@ -3,12 +3,17 @@
     python -m harness.bench_gpu              make bench-gpu; rows in results/gpu.jsonl
     python -m harness.bench_gpu --dry-run    on a CPU: every case checked on small sizes, nothing timed
 
+With two GPUs or more, shuffle and exchange between them are checked and timed too (bench_ranks.py), against NCCL's calls
+and torch's symmetric-memory operators; with one, a row says why not.
+
 Every variant is checked against the reference first, outputs filled with NaN; then it is captured in a CUDA graph, which
 is replayed 1,000 times with warm caches and 100 times after a flush of 256 MB; the last results are checked again. Where
 any variant of a case is wrong, no ratio of that case is printed and the command fails.
 
-A row (one JSON line): case, variant, mode (graph_warm, graph_cold, dry_run), p10_us .. p99_us, moved_bytes, copy_share (of
-the bandwidth of one large copy, measured here), speedup over the baseline, bar, correct, and the environment.
+A row (one JSON line): case, variant, mode (graph_warm, graph_cold, dry_run; between GPUs eager_warm, eager_cold; skipped),
+p10_us .. p99_us, moved_bytes, copy_share (of the bandwidth of one large copy, measured here), speedup over the baseline,
+bar, correct, error, reason (of a skip), and the environment. Between GPUs also ranks, tokens, ours_speedup (this variant's
+time over that of ours), busbw_gbps (nccl-tests' convention) and link_share (of the bandwidth of one large peer copy).
 """
 
 from __future__ import annotations
@@ -32,11 +37,13 @@ from .environment import environment
 
 if TYPE_CHECKING:
     from .bench_cases import Case
+    from .bench_ranks import RankSizes, Timed
 
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = 1 << 30
 REPLAYS = {"graph_warm": 1000, "graph_cold": 100}
 PERCENTILES = (10, 50, 90, 99)
+MOST_RANKS, RANK_TOKENS, RANK_ROUNDS = 8, (128, 4096), 100  # between GPUs
 
 
 def bench(out: Path, dry_run: bool) -> int:
@@ -63,6 +70,10 @@ def bench(out: Path, dry_run: bool) -> int:
         rows += [{**row, "copy_gbps": copy_gbps, "environment": about} for row in made]
         for row in made:
             print(sentence(row))
+    for row in rank_rows(dry_run):
+        wrong += not row["correct"]
+        rows.append({**row, "environment": about | {"transport": row["transport"], "kernel_path": row["kernel_path"]}})
+        print(sentence(row))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows in {out}" + (f"; {wrong} wrong" if wrong else ""))
@@ -102,6 +113,63 @@ def add_ratios(rows: list[dict[str, Any]], case: Case, copy_gbps: float | None) 
             row["speedup"] = baseline["p50_us"] / row["p50_us"]
         reached = row["copy_share" if case.bar.kind == "share" else "speedup"]
         row |= {"bar_kind": case.bar.kind, "bar": case.bar.value, "bar_met": reached >= case.bar.value}
+
+
+def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
+    """Rows of real ranks: one a GPU, where there are two or more; two CPU processes in a dry run. gpus: as if so many."""
+    from .bench_ranks import RankSizes, bench_ranks, peer_copy_gbps
+    from .pool import RankPool
+
+    ranks = 2 if dry_run else min(torch.cuda.device_count() if gpus is None else gpus, MOST_RANKS)
+    about = (
+        {"transport": "shared", "kernel_path": "torch"}
+        if dry_run
+        else {"transport": "symmetric", "kernel_path": "triton"}
+    )
+    if ranks < 2:
+        reason = "shuffle and exchange between ranks need two GPUs or more, this machine has one"
+        return [
+            {"case": "between_ranks", "variant": "-", "mode": "skipped", "correct": True, "reason": reason, **about}
+        ]
+    dry = RankSizes(24, 32, 8, 2, torch.float32, "shared", "torch", rounds=0)
+    full = [RankSizes(t, 2048, 128, 8, torch.bfloat16, "symmetric", "triton", RANK_ROUNDS) for t in RANK_TOKENS]
+    rows: list[dict[str, Any]] = []
+    with RankPool(ranks, timeout_s=300.0) as pool:
+        link_gbps = None if dry_run else min(pool.run(peer_copy_gbps, COPY_BYTES))
+        for sizes in [dry] if dry_run else full:
+            for timed_G in zip(*pool.run(bench_ranks, sizes), strict=True):
+                rows += timed_rows(timed_G, sizes, link_gbps, about)
+    return rows
+
+
+def timed_rows(
+    timed_G: Sequence[Timed], sizes: RankSizes, link_gbps: float | None, about: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Rows of one case: the slowest rank of every round, then percentiles; ratios only where all variants are right."""
+    first, ranks = timed_G[0], len(timed_G)
+    base = {"case": f"ranks_{first.case}", "ranks": ranks, "tokens": sizes.tokens, **about}
+    rows: list[dict[str, Any]] = [
+        {**base, "variant": name, "mode": "skipped", "correct": True, "reason": reason}
+        for name, reason in first.skipped.items()
+    ]
+    for name, error in first.error.items():
+        known = {**base, "variant": name, "correct": error is None, "error": error}
+        modes = [mode for variant, mode in first.us if variant == name]
+        if not modes:
+            rows.append({**known, "mode": "dry_run" if not sizes.rounds else "not_timed"})
+        for mode in modes:
+            slowest = [max(round_G) for round_G in zip(*(timed.us[name, mode] for timed in timed_G), strict=True)]
+            rows.append({**known, "mode": f"eager_{mode}", **summary(slowest)})
+    ours = {row["mode"]: row["p50_us"] for row in rows if row["variant"] == "ours" and "p50_us" in row}
+    passes = {"srs": 1, "sag": 1, "srs_sag": 2}.get(first.case, 0)
+    crossed = passes * sizes.tokens * sizes.hidden * sizes.dtype.itemsize * (ranks - 1) / ranks
+    for row in rows if all(row["correct"] for row in rows) else ():
+        if row["mode"] in ours:
+            row["ours_speedup"] = row["p50_us"] / ours[row["mode"]]
+        if crossed and link_gbps and "p50_us" in row:
+            row["busbw_gbps"] = crossed / row["p50_us"] / 1e3
+            row["link_share"] = row["busbw_gbps"] / link_gbps
+    return rows
 
 
 def failure(check: Callable[[], None]) -> str | None:
@@ -177,14 +245,20 @@ def kernel_path(dry_run: bool) -> str:
 
 def sentence(row: dict[str, Any]) -> str:
     """One row for the terminal."""
-    head = f"{row['case']:26} {row['variant']:14} {row['mode']:11}"
+    head = f"{row['case']:26} {row['variant']:20} {row['mode']:11}"
     if not row["correct"]:
         return f"{head} WRONG: {row['error']}"
+    if row["mode"] == "skipped":
+        return f"{head} {row['reason']}"
     if "p50_us" not in row:
         return f"{head} correct, not timed"
     text = f"{head} {row['p50_us']:9.1f} us (p10 {row['p10_us']:.1f}, p99 {row['p99_us']:.1f})"
     if "copy_share" in row:
         text += f", {row['copy_share']:.0%} of copy bandwidth"
+    if "link_share" in row:
+        text += f", {row['busbw_gbps']:.0f} GB/s bus, {row['link_share']:.0%} of a peer copy"
+    if "ours_speedup" in row:
+        text += f", ours {row['ours_speedup']:.2f}x as fast"
     if "speedup" in row:
         text += f", {row['speedup']:.2f}x"
     if "bar" in row:

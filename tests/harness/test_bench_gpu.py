@@ -14,8 +14,12 @@ pytest.importorskip("triton")
 
 import torch
 
-from harness import bench_gpu
+from harness import bench_gpu, bench_ranks
 from harness.bench_cases import Bar, Case
+from harness.bench_ranks import RankSizes, Timed
+from harness.pool import RankPool
+from harness.symmetric_ops import OPERATORS, SymmetricOps
+from harness.worker import RankContext
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +35,19 @@ def test_dry_run_checks_every_case_and_times_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     names = "srs sag rank_tokens assign_homes experts_toy exchange_dedup exchange_assignment"
+    names += " ranks_srs ranks_sag ranks_srs_sag ranks_exchange"
     assert {r["case"] for r in rows} == set(names.split())
-    assert all(r["correct"] and r["mode"] == "dry_run" and "p50_us" not in r and "speedup" not in r for r in rows)
-    assert all(r["environment"]["kernel_path"] == "triton_interpreter" for r in rows)
+    skipped = [r for r in rows if r["mode"] == "skipped"]
+    assert {r["variant"] for r in skipped} == {f"symm_mem.{name}" for name in OPERATORS}
+    assert all("needs GPUs" in r["reason"] for r in skipped)  # not "torch has no such operator"
+    assert all(r["correct"] and "p50_us" not in r and "speedup" not in r for r in rows)
+    assert all(r["mode"] == "dry_run" for r in rows if r not in skipped)
+    path = {True: ("shared", "torch"), False: ("virtual", "triton_interpreter")}
+    for r in rows:
+        about = r["environment"]
+        assert (about["transport"], about["kernel_path"]) == path[r["case"].startswith("ranks_")]
+    baselines = "index_reduce_scatter all_gather_index unfused all_reduce index_all_to_all"
+    assert {r["variant"] for r in rows if r["case"].startswith("ranks_")} >= set(baselines.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -88,3 +102,96 @@ def test_results_that_go_wrong_only_in_replays_are_caught(monkeypatch) -> None:
     monkeypatch.setattr(bench_gpu, "graph_times", lambda run: ({"graph_warm": [1.0]}, [torch.full((3,), torch.nan)]))
     rows = bench_gpu.run_case(case(right=True), copy_gbps=1000.0)
     assert not any(row["correct"] for row in rows) and not any("speedup" in row for row in rows)
+
+
+def test_one_gpu_has_no_ranks_to_exchange_between() -> None:
+    (row,) = bench_gpu.rank_rows(dry_run=False, gpus=1)
+    assert row["mode"] == "skipped" and "two GPUs" in bench_gpu.sentence(row)
+
+
+SIZES = RankSizes(24, 32, 8, 2, torch.float32, "shared", "torch", rounds=2)
+
+
+class LibraryByGloo:
+    """What torch documents of its symmetric-memory operators, on CPU tensors."""
+
+    def __getattr__(self, name: str):
+        return getattr(self, f"_{name.strip('_')}")
+
+    def _reduced(self, tensor, op, group):
+        assert (op, group) == ("sum", "group")
+        total = tensor.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    _one_shot_all_reduce = _reduced
+
+    def _two_shot_all_reduce(self, tensor, op, group):
+        return tensor.copy_(self._reduced(tensor, op, group))
+
+    _multimem_all_reduce = _two_shot_all_reduce
+
+    def _low_contention_reduce_scatter(self, tensor, op, group):
+        return self._reduced(tensor, op, group).chunk(2)[torch.distributed.get_rank()]
+
+    def _reduce_scatter_out(self, tensor, group, split_last_dim, out):
+        assert tensor.dim() == out.dim() == 1 and not split_last_dim
+        return out.copy_(self._low_contention_reduce_scatter(tensor, "sum", group))
+
+    def _multimem_all_gather_out(self, tensor, group, out):
+        torch.distributed.all_gather_into_tensor(out, tensor)
+
+    def _low_contention_all_gather(self, tensor, group):
+        out = tensor.new_empty(2 * len(tensor), tensor.shape[1])
+        self._multimem_all_gather_out(tensor, group, out)
+        return out
+
+
+def with_library_task(context: RankContext, broken: str) -> list[Timed]:
+    """bench_ranks as if symmetric memory were here; the operator `broken` cannot run."""
+    library = LibraryByGloo()
+
+    class Ops(SymmetricOps):
+        def __init__(self, tokens, hidden, dtype, device, perm_T, place_T) -> None:
+            self.buffer_TH, self.name, self.ranks = torch.empty(tokens, hidden, dtype=dtype), "group", context.ranks
+            self.perm_T, self.place_T = perm_T, place_T
+
+        def operator(self, name: str):
+            return self.unable if name == broken else getattr(library, name)
+
+        def unable(self, *arguments):
+            raise RuntimeError("multicast is not set up")
+
+    bench_ranks.missing, bench_ranks.SymmetricOps = lambda *asked: None, Ops
+    return bench_ranks.bench_ranks(context, SIZES)
+
+
+def test_every_library_operator_ends_with_our_tensors_and_one_that_cannot_run_is_skipped() -> None:
+    with RankPool(2) as pool:
+        done = pool.run(with_library_task, "multimem_all_reduce_")
+    for timed in zip(*done, strict=True):
+        rows = bench_gpu.timed_rows(timed, SIZES, 100.0, {})
+        assert all(row["correct"] for row in rows), rows
+        for row in rows:
+            if row["variant"] == "symm_mem.multimem_all_reduce_":
+                assert row["mode"] == "skipped" and row["reason"] == "cannot run here: multicast is not set up"
+            else:
+                assert row["mode"] == "eager_warm" and row["ours_speedup"] > 0 and row["replays"] == 2
+    variants = {name for timed in done[0] for name in timed.error}
+    assert {f"symm_mem.{name}" for name in OPERATORS} - variants == {"symm_mem.multimem_all_reduce_"}
+
+
+def test_time_between_ranks_is_the_slowest_rank_of_each_round_and_no_ratio_where_one_is_wrong() -> None:
+    def timed(ours: list[float], error: str | None) -> Timed:
+        us = {("ours", "cold"): ours} | ({} if error else {("library", "cold"): [30.0, 30.0, 30.0]})
+        return Timed("srs", {"ours": None, "library": error}, {}, us)
+
+    right = [timed([10.0, 20.0, 90.0], None), timed([5.0, 40.0, 1.0], None)]
+    ours, library = bench_gpu.timed_rows(right, SIZES, 0.001, {})
+    assert ours["p50_us"] == 40.0 and ours["mode"] == "eager_cold" and library["ours_speedup"] == 30 / 40
+    crossed = 24 * 32 * 4 / 2  # half of the rows go to the other rank
+    assert ours["busbw_gbps"] == pytest.approx(crossed / 40.0 / 1e3)
+    assert ours["link_share"] == pytest.approx(ours["busbw_gbps"] / 0.001)
+    wrong = [timed([10.0], "rows differ"), timed([10.0], "rows differ")]
+    ours, library = bench_gpu.timed_rows(wrong, SIZES, 0.001, {})
+    assert library["mode"] == "not_timed" and not library["correct"] and "ours_speedup" not in ours

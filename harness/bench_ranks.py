@@ -1,0 +1,277 @@
+"""What `bench_gpu` and the CPU benchmark time between ranks: our shuffle and exchange against what libraries offer.
+
+    srs       x [T, H] on every rank -> sums of its own tokens       index + reduce-scatter; symmetric-memory operators
+    sag       own rows -> all rows in original order                 all-gather + index; symmetric-memory operators
+    srs_sag   x -> every token's sum on every rank                   both of them; the same without index; one all-reduce
+    exchange  own rows -> weighted sum of k experts' answers         index, library all-to-all, answers, all-to-all, index
+
+All variants of a case start and end with the same tensors and are called in turn, so that what disturbs one disturbs all.
+Homes are a random permutation with equal counts: libraries' reduce-scatter and all-gather know no others. In "exchange"
+an expert scales a row by its number + 1, so that a wrong one shows and rows alone count.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from semmoe.dispatch import DispatchSpec
+
+from .check import poisoned
+from .dispatchers import AllToAll
+from .symmetric_ops import OPERATORS, SymmetricOps, missing
+from .timing import PhaseTimer
+from .transport.base import Transport
+from .transport.choose import make_transport, rank_device
+from .transport.plan import ShufflePlan
+from .worker import RankContext
+
+FLUSH_BYTES = 256 << 20
+SLEEP_CYCLES = 10_000_000  # some milliseconds on the device, so that launches are over when the clock starts
+UNABLE = "cannot run here:"
+CASES = ("srs", "sag", "srs_sag", "exchange")
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """tokens T of the group (divisible by the ranks), hidden H, experts E, k choices; calls of each variant and mode."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+    transport: str
+    kernels: str
+    rounds: int
+
+
+@dataclass(frozen=True, eq=False)
+class RankCase:
+    """variants: name -> call that returns this rank's result, `expected` within `tolerance`. skipped: name -> why."""
+
+    name: str
+    variants: dict[str, Callable[[], Tensor]]
+    expected: Tensor
+    tolerance: float
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one rank has of one case. error: variant -> what is wrong, or None; us: (variant, mode) -> microseconds."""
+
+    case: str
+    error: dict[str, str | None]
+    skipped: dict[str, str]
+    us: dict[tuple[str, str], list[float]]
+
+
+def bench_ranks(context: RankContext, sizes: RankSizes, cases: tuple[str, ...] = CASES) -> list[Timed]:
+    """Task of every rank: check every variant of every case, then time all of them in turn, if all are right anywhere."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for two of the calls
+    device = rank_device(sizes.transport, context.ranks)
+    transport = _transport(context, sizes)
+    done = []
+    for case in cases_of(sizes, transport, device):
+        if case.name not in cases:
+            continue
+        told = _on_all_ranks({name: _error(case, name) for name in case.variants})
+        skipped = case.skipped | {name: text for name, text in told.items() if text and text.startswith(UNABLE)}
+        error = {name: text for name, text in told.items() if name not in skipped}
+        right = {name: case.variants[name] for name, text in error.items() if text is None}
+        done.append(Timed(case.name, error, skipped, time_all(right, sizes.rounds, device)))
+    return done
+
+
+def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> list[RankCase]:
+    """Every rank makes the data of all ranks from one seed, on the CPU."""
+    ranks, rank, tokens = transport.ranks, transport.rank, sizes.tokens
+    data = torch.Generator().manual_seed(1)
+    homes_T = np.random.default_rng(0).permutation(np.repeat(np.arange(ranks), tokens // ranks))
+    plan = ShufflePlan.from_homes(homes_T, ranks, device)
+    x_GTH = torch.randn(ranks, tokens, sizes.hidden, generator=data).to(sizes.dtype)
+    x_TH, sum_TH = x_GTH[rank].to(device), x_GTH.float().sum(0).to(device, sizes.dtype)
+    mine_nH = sum_TH[plan.mine_T(rank)]
+    out_nH, ranked_TH = torch.empty_like(mine_nH), torch.empty_like(x_TH)
+
+    def index_reduce_scatter() -> Tensor:
+        dist.reduce_scatter_tensor(out_nH, x_TH.index_select(0, plan.perm_T))
+        return out_nH
+
+    def all_gather_index(rows_nH: Tensor = mine_nH) -> Tensor:
+        dist.all_gather_into_tensor(ranked_TH, rows_nH)
+        return ranked_TH.index_select(0, plan.place_T)
+
+    def plain() -> Tensor:
+        """Without a permutation; the same tensors for these tokens, since all of them come back."""
+        dist.reduce_scatter_tensor(out_nH, x_TH)
+        dist.all_gather_into_tensor(ranked_TH, out_nH)
+        return ranked_TH
+
+    def all_reduce() -> Tensor:
+        total_TH = x_TH.clone()
+        dist.all_reduce(total_TH)
+        return total_TH
+
+    made: dict[str, dict[str, Callable[[], Tensor]]] = {
+        "srs": {"ours": lambda: transport.srs(x_TH, plan), "index_reduce_scatter": index_reduce_scatter},
+        "sag": {"ours": lambda: transport.sag(mine_nH, plan), "all_gather_index": all_gather_index},
+        "srs_sag": {
+            "ours": lambda: transport.sag(transport.srs(x_TH, plan), plan),
+            "unfused": lambda: all_gather_index(index_reduce_scatter()),
+            "plain": plain,
+            "all_reduce": all_reduce,
+        },
+    }
+    skipped: dict[str, dict[str, str]] = {name: {} for name in made}
+    library = None
+    for operator, case in OPERATORS.items():
+        reason = missing(operator, device, ranks)
+        name = f"symm_mem.{operator}"
+        if reason is not None:
+            skipped[case][name] = reason
+            continue
+        library = library or SymmetricOps(tokens, sizes.hidden, sizes.dtype, device, plan.perm_T, plan.place_T)
+        made[case][name] = library.variant(operator, mine_nH if case == "sag" else x_TH)
+    low = sizes.dtype == torch.bfloat16
+    expected = {"srs": mine_nH, "sag": sum_TH, "srs_sag": sum_TH}
+    tolerance = 5e-2 if low else 1e-5  # libraries sum bf16 in their own order
+    cases = [RankCase(name, made[name], expected[name], tolerance, skipped[name]) for name in made]
+    return [*cases, exchange_case(sizes, transport, sum_TH.chunk(ranks)[rank].contiguous())]
+
+
+def exchange_case(sizes: RankSizes, transport: Transport, x_nH: Tensor) -> RankCase:
+    """Dispatch and combine by the dispatchers, over the transport, against the library's all-to-all."""
+    ranks, rank, device = transport.ranks, transport.rank, x_nH.device
+    per_rank, tokens = sizes.experts // ranks, len(x_nH)
+    drawn = torch.Generator().manual_seed(2 + rank)
+    slots_nk = torch.rand(tokens, sizes.experts, generator=drawn).argsort(1)[:, : sizes.top_k].to(device)
+    weights_nk = torch.rand(tokens, sizes.top_k, generator=drawn).to(device)
+    weights_nk = weights_nk / weights_nk.sum(dim=1, keepdim=True) / sizes.experts
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sizes.dtype]
+
+    def dispatched(dispatcher: str) -> Tensor:
+        spec = DispatchSpec(
+            flow="dp", dispatcher=dispatcher, hidden=sizes.hidden, top_k=sizes.top_k, activation_dtype=dtype
+        )
+        exchange, timer = AllToAll(spec, transport, per_rank), PhaseTimer()
+        timer.start_layer()
+        work = exchange.dispatch(x_nH, slots_nk, weights_nk, None, timer)
+        scale_A = work.weight_A * (work.slot_A + rank * per_rank + 1)
+        answers_RH = torch.zeros(work.num_rows, sizes.hidden, device=device)
+        answers_RH.index_add_(0, work.row_A, work.rows_RH.index_select(0, work.row_A).float() * scale_A[:, None])
+        return exchange.combine(answers_RH, timer)
+
+    def library() -> Tensor:
+        """A row per assignment, own ones too: what the library's call knows."""
+        slot_A = slots_nk.reshape(-1)
+        order_A = slot_A.argsort(stable=True)
+        sent = torch.bincount(slot_A // per_rank, minlength=ranks)
+        came = torch.empty_like(sent)
+        dist.all_to_all_single(came, sent)
+        sent_G, came_G = sent.tolist(), came.tolist()
+        rows_AH = x_nH.index_select(0, order_A // sizes.top_k)
+        got_RH, got_slot_R = x_nH.new_empty(sum(came_G), sizes.hidden), slot_A.new_empty(sum(came_G))
+        dist.all_to_all_single(got_slot_R, slot_A[order_A], came_G, sent_G)
+        dist.all_to_all_single(got_RH, rows_AH, came_G, sent_G)
+        answers_RH = (got_RH.float() * (got_slot_R + 1)[:, None]).to(x_nH.dtype)
+        back_AH = torch.empty_like(rows_AH)
+        dist.all_to_all_single(back_AH, answers_RH, sent_G, came_G)
+        weighted_AH = back_AH.float() * weights_nk.reshape(-1)[order_A][:, None]
+        y_nH = torch.zeros(tokens, sizes.hidden, device=device)
+        return y_nH.index_add_(0, order_A // sizes.top_k, weighted_AH).to(x_nH.dtype)
+
+    expected_nH = x_nH.float() * (weights_nk * (slots_nk + 1)).sum(dim=1, keepdim=True)
+    variants: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: dispatched("a2a_dedup"),
+        "ours_by_assignment": lambda: dispatched("a2a_assignment"),
+        "index_all_to_all": library,
+    }
+    return RankCase("exchange", variants, expected_nH.to(x_nH.dtype), 5e-2 if dtype == "bf16" else 1e-5)
+
+
+def time_all(
+    variants: dict[str, Callable[[], Tensor]], rounds: int, device: torch.device
+) -> dict[tuple[str, str], list[float]]:
+    """(variant, mode) -> microseconds of every round on this rank. Modes: "warm"; on GPUs "cold" too, after a flush."""
+    on_gpu = device.type == "cuda"
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if on_gpu else None
+    us: dict[tuple[str, str], list[float]] = {}
+    for mode in ("warm", "cold") if on_gpu else ("warm",):
+        for _ in range(rounds):
+            for name, call in variants.items():
+                if flush is not None and mode == "cold":
+                    flush.zero_()
+                us.setdefault((name, mode), []).append(_device_us(call) if on_gpu else _host_us(call))
+    return us
+
+
+def peer_copy_gbps(context: RankContext, size_bytes: int) -> float:
+    """Task of every rank: bytes a second that one large copy to the next GPU moves, while all others copy too."""
+    here, peer = context.rank, (context.rank + 1) % context.ranks
+    torch.cuda.set_device(here)
+    a = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{here}")
+    b = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{peer}")
+    us = [_device_us(lambda: b.copy_(a)) for _ in range(20)]
+    return size_bytes / float(np.median(us[2:])) / 1e3
+
+
+def _host_us(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def _device_us(call: Callable[[], Any]) -> float:
+    """By events: the device sleeps first, so that no launch is waited for, and all ranks' devices meet."""
+    meet = torch.zeros(1, device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)
+    dist.all_reduce(meet)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def _error(case: RankCase, name: str) -> str | None:
+    """What is wrong with a variant on this rank. An operator that these GPUs cannot run is no fault of ours."""
+    try:
+        with poisoned():
+            result = case.variants[name]()
+        torch.testing.assert_close(result, case.expected, rtol=case.tolerance, atol=case.tolerance)
+    except AssertionError as error:
+        return str(error).strip().splitlines()[0]
+    except RuntimeError as error:
+        if not name.startswith("symm_mem."):
+            raise
+        return f"{UNABLE} {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _on_all_ranks(error: dict[str, str | None]) -> dict[str, str | None]:
+    """The first rank's error of each variant."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, error)
+    return {name: next((errors[name] for errors in told if errors[name]), None) for name in error}
+
+
+def _transport(context: RankContext, sizes: RankSizes) -> Transport:
+    """Opened once a pool and size."""
+    width = sizes.hidden * sizes.dtype.itemsize + 64 * sizes.top_k
+    key = (sizes.transport, sizes.kernels, sizes.tokens * (sizes.top_k + 1) * width)
+    made: dict[Any, Transport] = context.state.setdefault("bench_ranks", {})
+    if key not in made:
+        made[key] = make_transport(sizes.transport, None, key[2], sizes.kernels)
+    return made[key]
