@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from semmoe.errors import UserError
 
-from .environment import environment
+from .environment import environment, gpu_libraries, gpu_state
 
 if TYPE_CHECKING:
     from .bench_cases import Case
@@ -72,8 +71,11 @@ def bench(out: Path, dry_run: bool) -> int:
             print(sentence(row))
     for row in rank_rows(dry_run):
         wrong += not row["correct"]
-        rows.append({**row, "environment": about | {"transport": row["transport"], "kernel_path": row["kernel_path"]}})
+        rows.append({**row, "environment": about | between(row)})
         print(sentence(row))
+    after = [] if dry_run else gpu_state()
+    for row in rows:
+        row["environment"]["gpu_state_after"] = after
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows in {out}" + (f"; {wrong} wrong" if wrong else ""))
@@ -140,6 +142,12 @@ def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
             for timed_G in zip(*pool.run(bench_ranks, sizes), strict=True):
                 rows += timed_rows(timed_G, sizes, link_gbps, about)
     return rows
+
+
+def between(row: dict[str, Any]) -> dict[str, Any]:
+    """What differs in the environment of a row of real ranks."""
+    mode = "eager, two CPU processes" if row["transport"] == "shared" else "eager, one rank a GPU"
+    return {"transport": row["transport"], "kernel_path": row["kernel_path"], "ranks": row.get("ranks"), "mode": mode}
 
 
 def timed_rows(
@@ -222,21 +230,11 @@ def summary(times_us: Sequence[float]) -> dict[str, Any]:
 
 
 def gpu_environment() -> dict[str, Any]:
-    """Device, driver, CUDA, clocks, power and temperature, as far as they can be read."""
+    """Device, driver, CUDA, NCCL, and clocks, power and temperature before."""
     if not torch.cuda.is_available():
         return {"gpu": None, "mode": "dry run on a CPU: correctness only"}
-    names = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    try:
-        asked = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", "-i", "0"]
-        state = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        state = ""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpu_state_before": state,
-        "cuda": torch.version.cuda,
-        "mode": "CUDA graph, one GPU, virtual ranks: no link speed may be derived from them",
-    }
+    mode = "CUDA graph, one GPU, virtual ranks: no link speed may be derived from them"
+    return {**gpu_libraries(), "gpu_state_before": gpu_state(), "mode": mode}
 
 
 def kernel_path(dry_run: bool) -> str:

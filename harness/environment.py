@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import psutil
 from .torchrun import under_torchrun
 
 LIBRARIES = ("torch", "triton", "numpy", "numba")
+GPU_STATE = "index,name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
@@ -37,8 +38,23 @@ def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
     }
 
 
-def environment_json(ranks: int, where: str = "CPU processes") -> str:
-    return json.dumps(environment(ranks, where), sort_keys=True)
+def gpu_libraries() -> dict[str, Any]:
+    """CUDA and NCCL of this torch."""
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """Driver, clocks, power, temperature of every GPU of the machine, in nvidia-smi's units; [] where it cannot be asked."""
+    asked = ["nvidia-smi", f"--query-gpu={GPU_STATE}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    names = GPU_STATE.split(",")
+    return [dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in said.splitlines() if line]
 
 
 def usable_cores() -> int:

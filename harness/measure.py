@@ -7,6 +7,7 @@ permute, (srs,) dispatch, experts, combine, (sag), and the homes of the tokens w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,12 @@ from semmoe.steplog import StepLog
 
 from .check import check_step
 from .counting import traffic_of
-from .environment import environment_json
+from .environment import environment, gpu_libraries, gpu_state
 from .graph import ON, GraphStack, graph_column
 from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
 from .serve import measure_serve
-from .stack import Stack
+from .stack import Stack, flush_mb
 from .transport.choose import kernel_path, rank_device
 from .transport.symmetric_checks import require_symmetric
 from .worker import RankContext
@@ -57,6 +58,8 @@ def measure_run(
     check_measurable(run)
     transport, kernels, where = how_measured(run, pool.ranks)
     graph = graph_column(run, rank_device(transport, pool.ranks))
+    on_gpu = "GPU" in where
+    gpus_before = gpu_state() if on_gpu else []
     task = measure_serve if run.kind == "serve" else measure_batches
     records: list[RankRecord] = pool.run(task, run, progress=progress)
     row = run.identity("harness", transport, kernels)
@@ -76,8 +79,10 @@ def measure_run(
             served["itl_ms"],
             served["prefix_hit_rate"],
         )
+    gpus = {**gpu_libraries(), "gpu_state_before": gpus_before, "gpu_state_after": gpu_state()} if on_gpu else {}
     row |= {
-        "environment": environment_json(pool.ranks, where),
+        "environment": json.dumps(environment(pool.ranks, where) | gpus, sort_keys=True),
+        "flush_mb": flush_mb(run),
         "cuda_graph": graph,
         "provenance": f"measured on {pool.ranks} {where}, {transport} transport, {'CUDA graph' if graph == ON else 'eager'}",
         "output_error": records[0].output_error,
@@ -90,6 +95,8 @@ def check_measurable(run: Run) -> None:
     """UserError for what only the simulator does."""
     if run.cfg["routing"] == "expected":
         raise UserError("routing=expected replaces routes, which a measurement needs; leave it out")
+    if flush_mb(run) and run.kind == "serve":
+        raise UserError("measure.flush_mb: a served run's caches are as its steps leave them; set it to 0")
     for key in ("prefill_ranks", "two_batch_overlap") if run.kind == "serve" else ():
         if run.cfg["serving"][key]:
             raise UserError(f"serving.{key}={run.cfg['serving'][key]} can be simulated, not measured; leave it out")

@@ -77,6 +77,7 @@ class Stack:
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
+        self._flush = torch.empty(int(flush_mb(run) * 1e6), dtype=torch.uint8, device=self.device)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.device.type == "cuda" else None)
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None
         self.layers: list[MoELayer] = build_layers(
@@ -136,10 +137,12 @@ class Stack:
         self.timer.reset()
         self.transport.counter.reset()
         layer_ns, outputs = [], []  # outputs are freed after the clock
+        self._flush.zero_()
         self.context.barrier()
         begin = perf_counter_ns()
         for layer, given in enumerate(inputs):
             if barrier_each_layer and layer:
+                self._flush.zero_()
                 self.context.barrier()
             took_ns, output = self.timed(layer, given)
             layer_ns.append(took_ns)
@@ -147,6 +150,14 @@ class Stack:
         step_ns = perf_counter_ns() - begin
         counter = self.transport.counter
         return StepResult(layer_ns, self.timer.laps_ns, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
+
+
+def flush_mb(run: Run) -> float:
+    """Megabytes that a rank writes before each timed layer, so that its caches are cold; 0: they stay warm."""
+    size = float(run.cfg["measure"]["flush_mb"])
+    if not 0 <= size <= 4096:
+        raise UserError(f"measure.flush_mb={size:g}; 0 (warm caches) to 4096, a few times the last cache")
+    return size
 
 
 def max_home_tokens(run: Run) -> int:

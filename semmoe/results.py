@@ -53,10 +53,15 @@ def _columns() -> dict[str, Column]:
         "transport": Column("str", "collective, shared, virtual, symmetric; 'modelled' in the simulator", True),
         "kernel_path": Column("str", "torch (timed twin), triton, interpreter; 'cost_model' in the simulator", True),
         "cuda_graph": Column("str", "harness: on (layers replayed from CUDA graphs), or off and why"),
+        "flush_mb": Column(
+            "float", "harness: megabytes that a rank wrote before each timed layer (cold caches); 0: warm"
+        ),
         "commit": Column("str", "git commit of the code, '+' appended when the tree had changes"),
         "seed": Column("int", "seed of split, workload and policies", True),
         "repeat": Column("int", "number of the repeat, from 0", True),
-        "environment": Column("str", "machine, library versions, load: compact JSON"),
+        "environment": Column(
+            "str", "machine, library versions, load; GPUs: driver, NCCL, clocks, power before and after: JSON"
+        ),
         "cluster": Column("str", "name of the cluster preset or calibration", True),
         "cluster_digest": Column("str", "hash of the cluster's whole content", True),
         "settings_digest": Column("str", "hash of settings outside config_id (slo, cost, measure, plug-in sources)"),
@@ -136,6 +141,8 @@ def _columns() -> dict[str, Column]:
     columns["itl_ms"] = Column("float", "time between two output tokens of a request, mean over all tokens")
     columns |= {f"itl_ms_p{q}": Column("float", f"time between two output tokens, {q}th percentile") for q in QUANTILES}
     columns |= {
+        "layer_ms_p10": Column("float", "one MoE layer end to end, 10th percentile (harness)"),
+        "step_ms_p10": Column("float", "one forward pass, 10th percentile (harness)"),
         "layer_ms_ci_low": Column("float", "layer_ms, lower end of the 95 % bootstrap interval"),
         "layer_ms_ci_high": Column("float", "layer_ms, upper end of the 95 % bootstrap interval"),
         "throughput_rps": Column("float", "finished requests a second"),
@@ -163,7 +170,12 @@ def _columns() -> dict[str, Column]:
         ),
         "replacement_tpot_gain_ms": Column("float", "served: the same of the time per output token"),
         "break_even_steps": Column("float", "steps whose gain makes up for one re-placement's stall; null: no gain"),
-        "provenance": Column("str", "where the times come from: measured, interpolated, fitted, roofline, ...", True),
+        "provenance": Column(
+            "str",
+            "where the times come from: measured, interpolated, fitted, roofline, transferred (from another machine's "
+            "law), ...",
+            True,
+        ),
         "step_timeline": Column(
             "str", "one step's first MoE layers by phase and rank (simulator): JSON, timeline_trace.py"
         ),

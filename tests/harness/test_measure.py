@@ -67,6 +67,8 @@ def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, 
         assert checked[name] == value, name
     assert checked["output_error"] <= TOLERANCE["fp8" if "low_latency" in " ".join(overrides) else row["dtype"]]
     assert 0 < checked["layer_ms_ci_low"] <= checked["layer_ms"] <= checked["layer_ms_ci_high"]
+    assert 0 < checked["layer_ms_p10"] <= checked["layer_ms_p50"] and checked["step_ms_p10"] <= checked["step_ms_p50"]
+    assert checked["flush_mb"] == 0 and "gpu_state_before" not in checked["environment"]
     assert checked["layer_ms_p50"] <= checked["layer_ms_p90"] <= checked["layer_ms_p99"]
     for phase in ("gate", "permute", "experts", *(() if run.spec.dispatcher is None else ("dispatch", "combine"))):
         assert 0 < checked[f"{phase}_ms"] < checked["layer_ms"] * 1.5, phase
@@ -242,3 +244,25 @@ def test_virtual_ranks_count_what_processes_count(pool):
     assert "2 virtual ranks on one CPU" in row["provenance"] and row["output_error"] < 1e-5
     counted = [key for key in other if key.endswith(("_measured", "_bytes")) or key.startswith("imbalance")]
     assert len(counted) > 3 and {key: row[key] for key in counted} == {key: other[key] for key in counted}
+
+
+def test_cold_caches_are_asked_for_named_in_the_row_and_refused_where_they_mean_nothing(pool):
+    row, _ = measure_run(pool, build("measure.flush_mb=8"))
+    warm, _ = measure_run(pool, build())
+    assert check_row(row)["flush_mb"] == 8 and row["config_id"] == warm["config_id"]
+    assert row["settings_digest"] != warm["settings_digest"]
+    for overrides in (("measure.flush_mb=-1",), ("measure.flush_mb=1", "workload=serve")):
+        with pytest.raises(UserError, match="flush_mb"):
+            measure_run(pool, build(*overrides))
+
+
+def test_state_of_gpus_is_read_from_nvidia_smi_or_left_out(tmp_path, monkeypatch):
+    from harness.environment import gpu_state
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_state() == []
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, NVIDIA H200, 580.1, 1980 MHz, 3201 MHz, 77.10 W, 31'\n")
+    smi.chmod(0o755)
+    (state,) = gpu_state()
+    assert (state["driver_version"], state["power.draw"], state["temperature.gpu"]) == ("580.1", "77.10 W", "31")
