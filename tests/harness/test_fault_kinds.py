@@ -19,11 +19,14 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 from harness import serve  # noqa: E402
+from harness.layer import MoELayer  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
+from harness.single_ops import Case, time_collectives  # noqa: E402
 from harness.stack import Stack  # noqa: E402
 from harness.transport import shared_memory  # noqa: E402
 from harness.transport.base import RowTransport  # noqa: E402
+from harness.transport.pull import PullTransport  # noqa: E402
 from harness.transport.shared import SharedTransport  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.run import Run  # noqa: E402
@@ -45,34 +48,59 @@ def ended_with(pool: RankPool, task: Callable[..., Any], *arguments: Any) -> str
     return str(caught.value)
 
 
+PHASES: dict[str, tuple[Any, str, int]] = {  # where a phase stands, and how many calls rank 1 survives
+    "check": (serve, "check_step", 0),
+    "dispatch": (RowTransport, "dispatch", 1),  # within a layer of the check: others are already in the exchange
+    "experts": (MoELayer, "_run_experts", 1),
+    "combine": (RowTransport, "combine", 1),
+    "srs": (PullTransport, "srs", 1),
+    "sag": (PullTransport, "sag", 1),
+    "serving": (Stack, "execute", 2),  # the first execution is the warm-up
+}
+
+
 def killed_task(context: RankContext, run: Run, phase: str) -> None:
     """A served run whose rank 1 is killed in the middle of a phase."""
-    left = {"check": 0, "dispatch": 1, "serving": 2}[phase]
+    owner, name, left = PHASES[phase]
+    function = getattr(owner, name)
 
-    def killing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal left
-            if context.rank == 1 and left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left -= 1
-            return function(*arguments, **named)
+    def killing(*arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        if context.rank == 1 and left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return function(*arguments, **named)
 
-        return call
-
-    if phase == "check":
-        serve.check_step = killing(serve.check_step)
-    elif phase == "dispatch":  # within a layer of the check: others are already in the exchange
-        RowTransport.dispatch = killing(RowTransport.dispatch)  # type: ignore[method-assign]
-    else:  # the first execution is the warm-up
-        Stack.execute = killing(Stack.execute)  # type: ignore[method-assign]
+    setattr(owner, name, killing)
     serve.measure_serve(context, run)
 
 
-@pytest.mark.parametrize("phase", ["check", "dispatch", "serving"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_is_named(phase: str) -> None:
-    run = build(*SERVE, f"transport={'shared' if phase == 'dispatch' else 'collective'}", "measure.warmup=1")
+    flow = ("flow=tp_shuffled", "token_scheduler=semantic") if phase in ("srs", "sag") else ()
+    transport = "collective" if phase in ("check", "serving") else "shared"
+    run = build(*SERVE, *flow, f"transport={transport}", "measure.warmup=1")
     said = ended_with(RankPool(2), killed_task, run, phase)
     assert "rank 1 of 2 was killed by SIGKILL during killed_task; all ranks were ended" in said
+
+
+def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
+    """The timing of collectives, whose rank 1 is killed in its third call."""
+    dispatch, calls = RowTransport.dispatch, iter(range(99))
+
+    def killing(*given: Any, **named: Any) -> Any:
+        if context.rank == 1 and next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dispatch(*given, **named)
+
+    RowTransport.dispatch = killing  # type: ignore[method-assign]
+    return time_collectives(context, *arguments)
+
+
+def test_a_rank_killed_while_calibrating_is_named() -> None:
+    cases = [Case("dispatch", 6)]
+    said = ended_with(RankPool(2), killed_calibrating_task, "shared", cases, 32, 4, 2, 2, 0.0, 2)
+    assert "rank 1 of 2 was killed by SIGKILL during killed_calibrating_task" in said
 
 
 def late_task(context: RankContext, run: Run | None, seconds: float) -> Any:
