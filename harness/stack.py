@@ -131,18 +131,25 @@ class Stack:
         output = self.forward(layer, given)
         return perf_counter_ns() - start, output
 
+    def flush_caches(self) -> None:
+        """Write measure.flush_mb; done on the device too when it returns."""
+        if len(self._flush):
+            self._flush.zero_()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
     def execute(self, inputs: list[LayerInput], barrier_each_layer: bool) -> StepResult:
         """Run all layers once. The barrier before a timed piece is not part of it."""
         self.prepare(inputs)
         self.timer.reset()
         self.transport.counter.reset()
         layer_ns, outputs = [], []  # outputs are freed after the clock
-        self._flush.zero_()
+        self.flush_caches()
         self.context.barrier()
         begin = perf_counter_ns()
         for layer, given in enumerate(inputs):
             if barrier_each_layer and layer:
-                self._flush.zero_()
+                self.flush_caches()
                 self.context.barrier()
             took_ns, output = self.timed(layer, given)
             layer_ns.append(took_ns)
@@ -154,10 +161,10 @@ class Stack:
 
 def flush_mb(run: Run) -> float:
     """Megabytes that a rank writes before each timed layer, so that its caches are cold; 0: they stay warm."""
-    size = float(run.cfg["measure"]["flush_mb"])
-    if not 0 <= size <= 4096:
-        raise UserError(f"measure.flush_mb={size:g}; 0 (warm caches) to 4096, a few times the last cache")
-    return size
+    size = run.cfg["measure"]["flush_mb"]
+    if not isinstance(size, int | float) or not 0 <= size <= 4096:
+        raise UserError(f"measure.flush_mb={size}; 0 (warm caches) to 4096, a few times the last cache")
+    return float(size)
 
 
 def max_home_tokens(run: Run) -> int:

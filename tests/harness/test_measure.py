@@ -251,7 +251,7 @@ def test_cold_caches_are_asked_for_named_in_the_row_and_refused_where_they_mean_
     warm, _ = measure_run(pool, build())
     assert check_row(row)["flush_mb"] == 8 and row["config_id"] == warm["config_id"]
     assert row["settings_digest"] != warm["settings_digest"]
-    for overrides in (("measure.flush_mb=-1",), ("measure.flush_mb=1", "workload=serve")):
+    for overrides in (("measure.flush_mb=-1",), ("measure.flush_mb=much",), ("measure.flush_mb=1", "workload=serve")):
         with pytest.raises(UserError, match="flush_mb"):
             measure_run(pool, build(*overrides))
 
