@@ -80,14 +80,15 @@ class NormalMode:
         _check(raw, KEYS, where)
         block = "node" if nodes == 1 else "between"
         _check(raw[block], OPS, f"{where}.{block}")
-        self.sms, self.nodes, self.nic_gbps = float(raw["sms"]), nodes, cluster.nic_bundle_gbps
+        known = {key: _number(raw[key], f"{where}.{key}") for key in ("sms", "ranks_per_node", "nodes")}
+        self.sms, self.nodes, self.nic_gbps = known["sms"], nodes, cluster.nic_bundle_gbps
         if not self.sms > 0:
             raise UserError(f"{where}: sms={raw['sms']} must be positive (DeepEP's default is 20)")
         self._laws = {op: _law(raw[block][op], f"{where}.{block}.{op}") for op in OPS}
         self.marks = {"fitted"}
         if "from" in raw[block]:
             self.marks.add("transferred")
-        if ranks_per_node != raw["ranks_per_node"] or nodes > raw["nodes"]:
+        if ranks_per_node != known["ranks_per_node"] or nodes > known["nodes"]:
             self.marks.add("extrapolated")
 
     def time_us(self, op: str, port_bytes: Float, nic_bytes: Float, row_bytes: float, tokens_L: Float) -> Float:
@@ -118,10 +119,17 @@ def _law(raw: Mapping[str, Any], where: str) -> DeepEPLaw:
     unknown = [key for key in raw if key not in known]
     if unknown:
         raise UserError(f"{where}: unknown {', '.join(unknown)}; keys are {', '.join(known)}")
-    return DeepEPLaw(**{key: float(value) for key, value in raw.items()})
+    return DeepEPLaw(**{key: _number(value, f"{where}.{key}") for key, value in raw.items()})
 
 
 def _check(raw: object, keys: Any, where: str) -> None:
     missing = list(keys) if not isinstance(raw, Mapping) else [key for key in keys if key not in raw]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)} (python -m simulator.presets writes them)")
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}={value!r} is no number") from None
