@@ -158,7 +158,7 @@ def test_drift_of_a_recorded_trace_is_judged_by_its_domains_or_its_time() -> Non
     train, heldout = RoutingTrace.load(TINY).split(0.5, 0)
     learned, here, there, words = elsewhere(train, heldout)
     assert (
-        "other" in words
+        "on the rest" in words
         and set(learned.domain_R) == set(here.domain_R)
         and not set(here.domain_R) & set(there.domain_R)
     )
