@@ -118,7 +118,7 @@ class Desk:
         """dispatcher, changes: a group's option by name, or its whole content; the config's other keys as they are."""
         config = copy.deepcopy(self.config)
         for group, value in {"flow": flow, "dispatcher": dispatcher, **BASE, **changes}.items():
-            config[group] = value if isinstance(value, dict) else _option(group, str(value))
+            config[group] = value if isinstance(value, dict) else option(group, str(value))
         return self.builder.build(config)
 
     def ours(self, flow: str, dispatcher: str) -> Run:
@@ -132,8 +132,8 @@ class Desk:
     def _quick(self, flow: str, placement: str) -> dict[str, Any]:
         if flow == "dp" or placement != "semantic":
             return {"placement": placement}
-        return {"placement": _option("placement", placement) | QUICK,
-                "predictor": _option("predictor", "fusion") | QUICK_FUSION}  # fmt: skip
+        return {"placement": option("placement", placement) | QUICK,
+                "predictor": option("predictor", "fusion") | QUICK_FUSION}  # fmt: skip
 
     def layer(self, run: Run, tokens_a_rank: int, name: str = "") -> Layer:
         """Price one batch of every sample of held-out requests."""
@@ -159,7 +159,7 @@ class Desk:
             yield rng.choice(rows, tokens, replace=len(rows) < tokens)
 
 
-def _option(group: str, name: str) -> dict[str, Any]:
+def option(group: str, name: str) -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
     return content
 
@@ -278,37 +278,6 @@ def break_even_batch(found: Sequence[Size]) -> int | None:
             break
         least = size.tokens_a_rank
     return least
-
-
-def levers(
-    desk: Desk, phase: str, tokens: int, known: dict[Any, Layer], co_scheduled: Cell
-) -> list[tuple[str, float, str]]:
-    """(lever, percent of a layer against one copy per assignment without policies, note), the largest first."""
-    plain = known[("dp", "a2a_assignment"), tokens]
-    run = desk.run("dp", "a2a_dedup")
-    dedup = known[("dp", "a2a_dedup"), tokens]
-    slots = run.model.num_experts + run.ep_size
-    replicas = desk.layer(
-        desk.run("dp", "a2a_dedup", placement=_option("placement", "eplb") | {"slots": slots}), tokens
-    )
-    fp8 = desk.layer(desk.run("dp", _option("dispatcher", "a2a_dedup") | {"dispatch_dtype": "fp8"}), tokens)
-    hidden = min(dedup.exchange_ms, dedup.ms - dedup.exchange_ms)
-    dense = known[("dp", "allgather_rs"), tokens]
-    rows = [
-        ("de-duplicating dispatch (a2a_dedup)", dedup.ms, "one copy per rank; the engine's dispatcher decides"),
-        ("all-gather and reduce-scatter", dense.ms, "no placement needed; bytes grow with ranks"),
-        (f"replication (EPLB, {slots} slots) + a2a_dedup", replicas.ms, f"{_gib(run, slots):.1f} GiB more a rank"),
-        ("fp8 dispatch + a2a_dedup", fp8.ms, "half the bytes outward; check quality"),
-        ("two-batch overlap + a2a_dedup, at best", dedup.ms - hidden, "an upper bound: all that can hide is hidden"),
-    ]
-    rows.append((f"co-scheduling ({co_scheduled.dispatcher})", co_scheduled.ours_ms, "this advice"))
-    ranked = [(name, 100 * (1 - ms / plain.ms), f"{phase}; {note}") for name, ms, note in rows]
-    return sorted(ranked, key=lambda row: -row[1])
-
-
-def _gib(run: Run, slots: int) -> float:
-    more = (slots - run.model.num_experts) / run.ep_size
-    return more * run.model.num_moe_layers * run.model.expert_bytes / 2**30
 
 
 def serve(run: Run) -> tuple[dict[str, Any], NDArray[np.int64]]:

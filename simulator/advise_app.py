@@ -36,13 +36,13 @@ from .advise import (
     Layer,
     break_even_batch,
     judge,
-    levers,
     serve,
     sizes,
     step_sizes,
     valid_cells,
 )
 from .advise_drift import drift_said
+from .advise_levers import levers
 from .advise_policies import best_looking, best_said, better_still, try_policies
 
 WIDTH = 112
