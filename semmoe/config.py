@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError, nearest
-from .values import check_values
+from .values import as_words, check_values
 
 
 def conf_dir() -> Path:
@@ -55,6 +55,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
     for config in configs:
         config.pop("sweep", None)
         config.pop("experiment", None)
+        as_words(config)
         check_values(config, defaults)
     return configs
 
@@ -131,10 +132,15 @@ def sweep_points(sweep: Any, fixed: Sequence[str]) -> list[list[str]]:
         axes = []
         for key, values in block.items():
             values = values if isinstance(values, list) else [values]
-            axes.append([] if key in set_keys else [f"{key}={value}" for value in values])
+            axes.append([] if key in set_keys else [f"{key}={_written(value)}" for value in values])
         points += [list(point) for point in itertools.product(*(axis for axis in axes if axis))]
     unique = list(dict.fromkeys(tuple(point) for point in points))
     return [list(point) for point in unique] or [[]]
+
+
+def _written(value: Any) -> Any:
+    """A value of a YAML file as an override writes it."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
 def _compose(overrides: Sequence[str]) -> dict[str, Any]:
@@ -143,6 +149,7 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    _refuse_groups_without_a_name(overrides)
     try:
         config = compose("config", overrides=list(overrides))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -150,6 +157,18 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
         raise (_own(error) or UserError(_explain(str(error), overrides))) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _refuse_groups_without_a_name(overrides: Sequence[str]) -> None:
+    """UserError for `token_scheduler=null`, `=true`, `=3` or a mapping, on which Hydra only raises a ValueError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        group, value = override.key_or_group, override.value()
+        plain = not override.is_delete() and not override.is_add()  # +GROUP={_target_: ...} is a policy of one's own
+        if plain and group in groups() and not isinstance(value, str | list):
+            said = f"{group}={value if isinstance(value, dict) else _written(value)}"
+            raise UserError(f"{said}: the name of an option is right ({', '.join(group_options(group))})")
 
 
 def _own(error: BaseException | None) -> UserError | None:

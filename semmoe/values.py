@@ -74,6 +74,8 @@ RULES: dict[str, Rule] = {
     "slo.tpot_ms": POSITIVE,
     "slo.e2e_ms": or_null(POSITIVE),
     "measure.feed": TEXT,
+    "measure.checkpoint": or_null(TEXT),
+    "measure.cuda_graph": among("auto", "on", "off"),
     "measure.warmup": whole(0),
     "measure.timeout_s": POSITIVE,
     "workload.kind": among("batches", "serve"),
@@ -99,6 +101,19 @@ RULES: dict[str, Rule] = {
     "transport.name": TEXT,
     "transport.kernels": among("torch", "triton"),
 }
+
+ON_OFF = (
+    "measure.cuda_graph",
+)  # keys with the words on and off, which a YAML file holds as true and false unless quoted
+
+
+def as_words(config: dict[str, Any]) -> None:
+    """Put the words back where a file left them unquoted: of the keys ON_OFF, true means on and false off."""
+    for key in ON_OFF:
+        group, _, name = key.rpartition(".")
+        inside = config.get(group)
+        if isinstance(inside, dict) and isinstance(value := inside.get(name), bool):
+            inside[name] = "on" if value else "off"
 
 
 def check_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

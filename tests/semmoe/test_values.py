@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from semmoe.config import compose_all, conf_dir
+from semmoe.config import compose_all, conf_dir, sweep_points
 from semmoe.errors import UserError
-from semmoe.values import RULES, check_values
+from semmoe.values import ON_OFF, RULES, check_values
 
 WRONG = {
     "word": "sometimes",
@@ -102,3 +102,58 @@ def test_every_key_of_the_config_that_is_null_by_default_has_a_rule():
 def test_messages_say_what_would_be_right(override, message):
     with pytest.raises(UserError, match=message):
         compose_all([override])
+
+
+SPELLINGS = ("on", "off", "yes", "no", "true", "false", "'on'", "'off'", "'true'", "'false'", "null", "1", "0")
+
+
+def flags_and_switches() -> list[str]:
+    """Keys that hold true or false, or the words on and off."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
+    inside = {f"{g}.{k}": v for g, group in tree.items() if isinstance(group, dict) for k, v in group.items()}
+    return [key for key, value in (tree | inside).items() if isinstance(value, bool) or key in ON_OFF]
+
+
+@pytest.mark.parametrize("key", flags_and_switches())
+def test_every_spelling_of_on_and_off_is_what_it_says_or_an_error_that_names_the_key(key):
+    """On the command line and, read as YAML reads it, in a file's sweep."""
+    import yaml
+
+    group, _, name = key.rpartition(".")
+    for spelling in SPELLINGS:
+        for override in (f"{key}={spelling}", {key: yaml.safe_load(spelling)}):
+            try:
+                if isinstance(override, str):
+                    (config,) = compose_all([override])
+                else:
+                    (point,) = sweep_points([override], [])
+                    (config,) = compose_all(point)
+            except UserError as error:
+                assert key in str(error) and "must be" in str(error), override
+                continue
+            value = (config[group] if group else config)[name]
+            means = spelling.strip("'") in ("on", "yes", "true")
+            assert value == (("off", "on")[means] if key in ON_OFF else means), override
+            assert type(value) is (str if key in ON_OFF else bool), override
+
+
+def test_words_beside_on_and_off_are_unharmed():
+    assert {"measure.cuda_graph", "rerun", "serving.two_batch_overlap"} <= set(flags_and_switches())
+    for spelling, word in (("auto", "auto"), ("on", "on"), ("off", "off"), ("true", "on"), ("false", "off")):
+        assert compose_all([f"measure.cuda_graph={spelling}"])[0]["measure"]["cuda_graph"] == word
+    points = compose_all(["sweep=[{workload.max_batches: [null, 3], rerun: [true, false]}]"])
+    assert [(p["workload"]["max_batches"], p["rerun"]) for p in points] == [
+        (None, True),
+        (None, False),
+        (3, True),
+        (3, False),
+    ]
+
+
+@pytest.mark.parametrize("value", ["null", "false", "on", "3", "{_target_:x.Y}"])
+@pytest.mark.parametrize("group", ["token_scheduler", "dispatcher", "cluster", "experiment"])
+def test_a_group_takes_the_name_of_an_option_and_says_so(group, value):
+    with pytest.raises(UserError, match=f"{group}=.*(the name of an option is right|no such option).*none|h100x8"):
+        compose_all([f"{group}={value}"])
