@@ -17,9 +17,9 @@ from tqdm import tqdm
 from semmoe.errors import UserError, nearest
 from semmoe.results import write_atomically
 from semmoe.run import Run
+from semmoe.serving.steplog import step_log_path
 from semmoe.session import folder_of
 from semmoe.specs import ClusterSpec
-from semmoe.steplog import step_log_path
 
 from .calibrate import EFFORTS, Effort, collect
 from .environment import environment, usable_cores

@@ -14,8 +14,8 @@ from typing import Any
 from semmoe.errors import UserError
 from semmoe.rows import locality_columns
 from semmoe.run import Run
-from semmoe.served import served_columns
-from semmoe.steplog import StepLog
+from semmoe.serving.columns import served_columns
+from semmoe.serving.steplog import StepLog
 
 from .check import check_step
 from .counting import traffic_of

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from semmoe.planning import RoutedStep, StepPlanner
 from semmoe.run import Run
 from semmoe.serving import ServingLoop, StepPlan, TokenRows
-from semmoe.steplog import StepLog
+from semmoe.serving.steplog import StepLog
 
 from .check import check_step
 from .record import RankRecord, no_collection

@@ -17,9 +17,9 @@ from .plugins import instantiate
 from .profile import Profile
 from .recipe import Fitted, Recipe
 from .run import Run
+from .serving.workload import workload_axes
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
-from .workload import workload_axes
 
 
 class RunBuilder:

@@ -21,11 +21,11 @@ from .predict.base import FIXED_POINT
 from .profile import Profile
 from .schedule.base import RankStates, RequestScheduler, TokenScheduler, assign_all
 from .serving import Request
+from .serving.workload import batches
 from .specs import ClusterSpec, ModelSpec
 from .trace import RoutingTrace
 from .traffic import count_traffic
 from .wiring import Wiring
-from .workload import batches
 
 PLANNED_ORDERS = 8
 

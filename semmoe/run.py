@@ -20,10 +20,10 @@ from .planning import StepPlanner
 from .recipe import Fitted, Recipe
 from .rows import commit, label
 from .serving import Known, Request, ServingLimits, ServingLoop
+from .serving.workload import Workload, batches
 from .settings import settings_digest
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
-from .workload import Workload, batches
 
 LIMITS = tuple(f.name for f in fields(ServingLimits))
 

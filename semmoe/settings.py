@@ -13,8 +13,8 @@ from typing import Any
 
 from .axes import flat
 from .plugins import METHODS
+from .serving.steplog import step_log_path
 from .specs import digest
-from .steplog import step_log_path
 
 # in config_id or cluster_digest already, or without influence on a row
 ELSEWHERE = {"model", "model_scale", "cluster", "trace", "flow", "dispatcher", "workload", "serving", "seed", "ep_size"}

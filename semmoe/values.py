@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from .arrivals import PROCESSES
 from .errors import UserError, nearest
 from .kinds import WORDS, is_kind
+from .serving.arrivals import PROCESSES
 from .specs import DTYPE_BYTES
 
 Rule = tuple[str, Callable[[Any], bool]]  # what is right, and whether a value is

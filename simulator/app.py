@@ -15,10 +15,10 @@ from semmoe.errors import UserError
 from semmoe.results import TIMED, summary_ms
 from semmoe.rows import locality_columns
 from semmoe.run import Run
-from semmoe.served import served_columns
 from semmoe.serving import TokenRows
+from semmoe.serving.columns import served_columns
+from semmoe.serving.steplog import StepLog, step_log_path
 from semmoe.specs import ClusterSpec, check_fits
-from semmoe.steplog import StepLog, step_log_path
 
 from .cost.model import CostModel
 from .disaggregated import Disaggregated, simulate_disaggregated

@@ -17,8 +17,8 @@ import simpy
 from numpy.typing import NDArray
 
 from semmoe.results import summary_ms
-from semmoe.served import served_columns
 from semmoe.serving import Request, ServingLoop
+from semmoe.serving.columns import served_columns
 
 from .engine import Event, Server, Timer, arrivals, progress
 from .kv_link import KvLink

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.stepplan import StepPlan
+from semmoe.serving import StepPlan
 
 from .layer import LayerTimes
 

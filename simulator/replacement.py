@@ -25,8 +25,7 @@ from semmoe.heads import Heads
 from semmoe.migration import aligned, moved_experts_LGG
 from semmoe.recipe import learn
 from semmoe.run import Run
-from semmoe.serving import ServingLoop
-from semmoe.stepplan import StepPlan, TokenRows
+from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import Traffic
 

@@ -21,8 +21,8 @@ from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
 from semmoe.results import write_row
 from semmoe.run import Run
+from semmoe.serving.workload import workload_axes
 from semmoe.session import folder_of
-from semmoe.workload import workload_axes
 
 PAPER_FACTOR = 5.0
 MOST_DOUBLINGS = 40

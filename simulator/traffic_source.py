@@ -24,7 +24,7 @@ from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
 from semmoe.replica_router import Local
 from semmoe.route_counts import Counts
-from semmoe.stepplan import StepPlan, Stretch, TokenRows
+from semmoe.serving import StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, count_trace_rows, count_traffic, with_collectives
 from semmoe.wiring import Wiring
 

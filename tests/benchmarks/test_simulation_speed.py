@@ -25,9 +25,9 @@ from semmoe.planning import StepPlanner
 from semmoe.plugins import instantiate
 from semmoe.schedule.shortest_queue import ShortestQueue
 from semmoe.serving import Request, ServingLimits, ServingLoop
+from semmoe.serving.workload import Workload
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.trace import RoutingTrace
-from semmoe.workload import Workload
 from simulator.cost.model import CostModel
 from simulator.engine import StepTimer, Timeline, simulate_serving
 from simulator.traffic_source import ExpectedTraffic

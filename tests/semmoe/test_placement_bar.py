@@ -19,9 +19,9 @@ from semmoe.profile import Profile
 from semmoe.schedule.base import TokenScheduler
 from semmoe.schedule.none import NoShuffle
 from semmoe.schedule.semantic import Semantic as SemanticTokens
+from semmoe.serving.workload import batches
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import count_traffic
-from semmoe.workload import batches
 
 TRACE = RoutingTrace.load(Path(semmoe.__file__).parent / "assets" / "traces" / "tiny_docs.npz")
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_serving import drive
 
-from semmoe.prefix_cache import PrefixCache
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.schedule.windowed import Windowed
 from semmoe.serving import Request, ServingLimits, ServingLoop
-from semmoe.workload import Workload
+from semmoe.serving.prefix_cache import PrefixCache
+from semmoe.serving.workload import Workload
 
 BLOCK = 4
 

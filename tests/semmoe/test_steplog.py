@@ -8,7 +8,7 @@ from weird_arrays import WEIRD
 
 from semmoe.errors import UserError
 from semmoe.serving import StepPlan, TokenRows
-from semmoe.steplog import StepLog, step_log_path
+from semmoe.serving.steplog import StepLog, step_log_path
 
 
 def log() -> StepLog:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from conftest import make_trace
 
-from semmoe.arrivals import arrivals_ms
 from semmoe.errors import UserError
-from semmoe.request_log import RequestLog
 from semmoe.serving import StepPlan, TokenRows
-from semmoe.workload import Workload, batches, workload_axes
+from semmoe.serving.arrivals import arrivals_ms
+from semmoe.serving.request_log import RequestLog
+from semmoe.serving.workload import Workload, batches, workload_axes
 
 
 def test_every_traced_request_is_used_once_before_any_is_used_again(trace):

@@ -13,7 +13,7 @@ from semmoe.dispatch import valid_pairs
 from semmoe.errors import UserError
 from semmoe.results import check_row
 from semmoe.serving import TokenRows
-from semmoe.steplog import StepLog, step_log_path
+from semmoe.serving.steplog import StepLog, step_log_path
 from simulator.app import load_log, simulate, step_timer
 from simulator.engine import simulate_serving
 from simulator.layer import PHASES

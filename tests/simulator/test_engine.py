@@ -9,8 +9,8 @@ from simulator_kit import cluster, timer_for
 
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.serving import PREFILL, Request, ServingLimits, ServingLoop
+from semmoe.serving.workload import Workload, batches
 from semmoe.traffic import count_traffic
-from semmoe.workload import Workload, batches
 from simulator.engine import replay, simulate_batches, simulate_serving
 from simulator.layer import LayerTimes
 from simulator.traffic_source import TracedTraffic

@@ -10,7 +10,7 @@ from simulator_kit import timer_for
 from test_app import SERVE, build
 
 from semmoe.builder import RunBuilder
-from semmoe.stepplan import StepPlan
+from semmoe.serving import StepPlan
 from simulator.app import simulate
 from simulator.layer import LayerTimes
 from simulator.overlap import halves, overlapped, schedule_ms

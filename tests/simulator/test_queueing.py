@@ -14,7 +14,7 @@ from test_engine import ConstantTimer
 from semmoe.builder import RunBuilder
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.serving import Request, ServingLimits, ServingLoop
-from semmoe.workload import Workload
+from semmoe.serving.workload import Workload
 from simulator.app import step_timer
 from simulator.disaggregated import Disaggregated, simulate_disaggregated
 from simulator.engine import simulate_serving

@@ -12,7 +12,7 @@ from simulator_kit import timer_for
 
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.serving import ServingLimits, ServingLoop
-from semmoe.workload import Workload
+from semmoe.serving.workload import Workload
 from simulator import timeline_trace
 from simulator.engine import simulate_serving
 from simulator.timeline_trace import communication_share_L, trace_events, traffic_document

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .results import summary_ms
-from .serving import Request
+from ..results import summary_ms
+from .stepplan import Request
 
 
 def served_columns(

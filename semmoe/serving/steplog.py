@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UserError
-from .files import read_arrays, replacing, single
-from .serving import StepPlan, TokenRows
+from ..errors import UserError
+from ..files import read_arrays, replacing, single
+from .stepplan import StepPlan, TokenRows
 
 SCHEMA_VERSION = 1
 COLUMNS = ("rank", "request", "phase", "start", "count")

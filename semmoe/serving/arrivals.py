@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UserError
+from ..errors import UserError
 
 Float = NDArray[np.float64]
 PROCESSES = ("poisson", "gamma", "bursts", "all_at_once", "trace")

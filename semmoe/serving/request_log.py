@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UserError
+from ..errors import UserError
 
 ARRIVAL_TO_MS = {
     "arrival_ms": 1.0,

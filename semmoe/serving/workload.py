@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UserError
+from ..trace import RoutingTrace
 from .arrivals import PROCESSES, arrivals_ms
-from .errors import UserError
 from .request_log import RequestLog, log_digest
-from .serving import Request
-from .trace import RoutingTrace
+from .stepplan import Request
 
 PROCESS_KEYS = {"gamma": ("arrival_cv",), "bursts": ("burst_s", "pause_s")}
 

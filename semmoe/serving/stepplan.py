@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UserError
+from ..errors import UserError
 
 PREFILL, DECODE = 0, 1
 

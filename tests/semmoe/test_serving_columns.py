@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from semmoe.served import served_columns
 from semmoe.serving import Request
+from semmoe.serving.columns import served_columns
 
 SLO = {"ttft_ms": 1000.0, "tpot_ms": 100.0}
 REQUESTS = [Request(0, 0.0, 10, 3), Request(1, 0.0, 10, 5)]
