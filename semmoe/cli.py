@@ -214,7 +214,7 @@ def validate(rest: Sequence[str]) -> int:
 
 def advise(rest: Sequence[str]) -> int:
     """Say whether semantic parallelism pays for a model, cluster and traffic. html=FILE writes the page too."""
-    return int(_backend("simulator.advise_app", "harness").main(rest))
+    return int(_backend("simulator.advise.app", "harness").main(rest))
 
 
 def slo(rest: Sequence[str]) -> int:

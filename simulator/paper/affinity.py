@@ -20,7 +20,7 @@ from semmoe.recipe import Fitted, Recipe
 from semmoe.sources.affinity import AffinityProfile
 from semmoe.trace import RoutingTrace
 
-from ..advise_drift import homed_lar
+from ..advise.drift import homed_lar
 from . import published
 from .book import Book, Page, Table, markdown
 

@@ -10,7 +10,8 @@ import pandas as pd
 
 from semmoe.config import compose_all
 
-from ..advise import Desk, Layer, judge, serve
+from ..advise.desk import Desk, Layer, serve
+from ..advise.judge import judge
 from .book import Book, Page, Table, markdown
 
 QWEN, V2_LITE = "qwen3-30b-a3b", "deepseek-v2-lite"

@@ -13,11 +13,12 @@ import semmoe
 from semmoe.config import compose_all
 from semmoe.errors import UserError
 from semmoe.trace import RoutingTrace
-from simulator.advise import Cell, Desk, Layer, baselines, break_even_lar, gain_interval, judge, step_sizes, told
-from simulator.advise_app import Advice, advise, render
-from simulator.advise_drift import elsewhere
-from simulator.advise_page import FIGURES, write_html
-from simulator.advise_policies import ALONE, BALANCE, BOTH, NONE, Tried, best_said, better_still
+from simulator.advise.app import Advice, advise, render
+from simulator.advise.desk import Desk, Layer, step_sizes
+from simulator.advise.drift import elsewhere
+from simulator.advise.judge import Cell, baselines, break_even_lar, gain_interval, judge, told
+from simulator.advise.page import FIGURES, write_html
+from simulator.advise.policies import ALONE, BALANCE, BOTH, NONE, Tried, best_said, better_still
 from simulator.breakeven import main as breakeven
 
 TINY = Path(semmoe.__file__).parent / "assets/traces/tiny_docs.npz"
@@ -72,8 +73,8 @@ def test_step_sizes_are_of_a_decode_and_of_a_large_step() -> None:
 def found(tmp_path_factory) -> Advice:
     folder = tmp_path_factory.mktemp("advise")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("simulator.advise.LADDER", (16, 256))
-        patch.setattr("simulator.advise.SAMPLES", 3)
+        patch.setattr("simulator.advise.judge.LADDER", (16, 256))
+        patch.setattr("simulator.advise.desk.SAMPLES", 3)
         return advise(
             [*SMALL, "cluster=h100x8", "workload.num_requests=12", "workload.rate_rps=40", f"results_dir={folder}"]
         )

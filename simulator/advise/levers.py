@@ -6,7 +6,8 @@ from typing import Any
 
 from semmoe.run import Run
 
-from .advise import Cell, Desk, Layer, option
+from .desk import Desk, Layer, option
+from .judge import Cell
 
 
 def levers(

@@ -31,9 +31,9 @@ from semmoe.report.draw import (
 from semmoe.report.embed import remove_files
 from semmoe.results import write_atomically
 
-from .advise import TIE_PCT
-from .advise_app import Advice
-from .advise_policies import ALONE, BALANCE, BOTH, NONE
+from .app import Advice
+from .judge import TIE_PCT
+from .policies import ALONE, BALANCE, BOTH, NONE
 
 NOTES = (
     "LAR: share of (token, expert) assignments served on the token's home rank.",

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .advise import TIE_PCT, Cell, Desk, Layer, baselines, co_scheduled, gain_interval
+from .desk import Desk, Layer
+from .judge import TIE_PCT, Cell, baselines, co_scheduled, gain_interval
 
 NONE, BALANCE, ALONE = "no policies", "EPLB's balance", "semantic placement alone"
 BOTH = "semantic placement and scheduling"

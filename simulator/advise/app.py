@@ -1,4 +1,4 @@
-"""`semmoe advise`: one page on whether semantic parallelism pays, in the terminal and as HTML (computed in advise.py).
+"""`semmoe advise`: one page on whether semantic parallelism pays, in the terminal and as HTML (computed in judge.py).
 
     semmoe advise model=qwen3-30b-a3b cluster=h100x8 workload.rate_rps=20 slo.ttft_ms=500 [html=advice.html]
 
@@ -28,22 +28,11 @@ from semmoe.run import Run
 from semmoe.session import progress
 from semmoe.specs import ClusterSpec
 
-from .advise import (
-    CELLS,
-    LADDER,
-    Cell,
-    Desk,
-    Layer,
-    break_even_batch,
-    judge,
-    serve,
-    sizes,
-    step_sizes,
-    valid_cells,
-)
-from .advise_drift import drift_said
-from .advise_levers import levers
-from .advise_policies import best_looking, best_said, better_still, try_policies
+from .desk import Desk, Layer, serve, step_sizes
+from .drift import drift_said
+from .judge import CELLS, LADDER, Cell, break_even_batch, judge, sizes, valid_cells
+from .levers import levers
+from .policies import best_looking, best_said, better_still, try_policies
 
 WIDTH = 112
 PLAIN = {"dp": "dp", "tp_shuffled": "tp_scattered"}  # the flow without a scheduler
@@ -278,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     advice = advise([word for word in argv if not word.startswith("html=")])
     print(render(advice))
     if html:
-        from .advise_page import write_html
+        from .page import write_html
 
         write_html(advice, Path(html[0]), "semmoe advise " + shlex.join(argv))
         print(f"page: {html[0]}")

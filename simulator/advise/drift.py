@@ -7,7 +7,8 @@ import numpy as np
 from semmoe.recipe import Fitted, Recipe
 from semmoe.trace import RoutingTrace
 
-from .advise import Cell, Desk
+from .desk import Desk
+from .judge import Cell
 
 OTHER_KIND = "lmsys"  # of drawn routes
 FEWEST = 4  # requests of a domain, or of a time, that are worth a figure
