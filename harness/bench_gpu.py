@@ -119,7 +119,8 @@ def add_ratios(rows: list[dict[str, Any]], case: Case, copy_gbps: float | None) 
 
 def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
     """Rows of real ranks: one a GPU, where there are two or more; two CPU processes in a dry run. gpus: as if so many."""
-    from .bench_ranks import RankSizes, bench_ranks, peer_copy_gbps
+    from .bench_ranks import RankSizes, bench_ranks
+    from .links import peer_copy_gbps
     from .pool import RankPool
 
     ranks = 2 if dry_run else min(torch.cuda.device_count() if gpus is None else gpus, MOST_RANKS)

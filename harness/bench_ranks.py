@@ -26,6 +26,7 @@ from torch import Tensor
 from semmoe.dispatch import DispatchSpec
 
 from .check import poisoned
+from .device_clock import device_ns, devices_meet
 from .dispatchers import AllToAll
 from .symmetric_ops import OPERATORS, SymmetricOps, missing
 from .timing import PhaseTimer
@@ -35,7 +36,6 @@ from .transport.plan import ShufflePlan
 from .worker import RankContext
 
 FLUSH_BYTES = 256 << 20
-SLEEP_CYCLES = 10_000_000  # some milliseconds on the device, so that launches are over when the clock starts
 UNABLE = "cannot run here:"
 CASES = ("srs", "sag", "srs_sag", "exchange")
 
@@ -205,24 +205,15 @@ def time_all(
     """(variant, mode) -> microseconds of every round on this rank. Modes: "warm"; on GPUs "cold" too, after a flush."""
     on_gpu = device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if on_gpu else None
+    meet = devices_meet(device)
     us: dict[tuple[str, str], list[float]] = {}
     for mode in ("warm", "cold") if on_gpu else ("warm",):
         for _ in range(rounds):
             for name, call in variants.items():
                 if flush is not None and mode == "cold":
                     flush.zero_()
-                us.setdefault((name, mode), []).append(_device_us(call) if on_gpu else _host_us(call))
+                us.setdefault((name, mode), []).append(device_ns(call, meet) / 1e3 if on_gpu else _host_us(call))
     return us
-
-
-def peer_copy_gbps(context: RankContext, size_bytes: int) -> float:
-    """Task of every rank: bytes a second that one large copy to the next GPU moves, while all others copy too."""
-    here, peer = context.rank, (context.rank + 1) % context.ranks
-    torch.cuda.set_device(here)
-    a = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{here}")
-    b = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{peer}")
-    us = [_device_us(lambda: b.copy_(a)) for _ in range(20)]
-    return size_bytes / float(np.median(us[2:])) / 1e3
 
 
 def _host_us(call: Callable[[], Any]) -> float:
@@ -230,19 +221,6 @@ def _host_us(call: Callable[[], Any]) -> float:
     start = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - start) / 1e3
-
-
-def _device_us(call: Callable[[], Any]) -> float:
-    """By events: the device sleeps first, so that no launch is waited for, and all ranks' devices meet."""
-    meet = torch.zeros(1, device="cuda")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)
-    dist.all_reduce(meet)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
 
 
 def _error(case: RankCase, name: str) -> str | None:

@@ -23,6 +23,7 @@ from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.run import Run
 
+from .device_clock import device_ns, devices_meet
 from .fixed import FixedBuffers, Shape, bucket, largest_sizes, total_bytes
 from .layer import LayerOutput
 from .stack import LayerInput, Stack
@@ -145,6 +146,7 @@ class Replay:
                 for phase in phase_G:
                     phase()
 
+        self._devices_meet = None if virtual else devices_meet(transport.device)
         self._cuda = transport.device.type == "cuda"
         self._again = record(once, pool) if self._cuda and self._leads else once
         if self._leads and not self._cuda:
@@ -157,7 +159,7 @@ class Replay:
         took_ns = 0
         if self._leads:
             self._line_up()
-            took_ns = device_ns(self._again) if self._cuda else host_ns(self._again)
+            took_ns = device_ns(self._again, self._devices_meet) if self._cuda else host_ns(self._again)
         self._meet()
         return took_ns
 
@@ -174,16 +176,6 @@ def record(once: Callable[[], None], pool: Any) -> Callable[[], None]:
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may ask for events
         once()
     return graph.replay
-
-
-def device_ns(again: Callable[[], None]) -> int:
-    """By events on the stream: neither launching nor waiting counts."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    again()
-    end.record()
-    end.synchronize()
-    return int(start.elapsed_time(end) * 1e6)
 
 
 def host_ns(again: Callable[[], None]) -> int:

@@ -21,6 +21,7 @@ from .check import check_step
 from .counting import traffic_of
 from .environment import environment, gpu_libraries, gpu_state
 from .graph import ON, GraphStack, graph_column
+from .links import PortMeter, link_of
 from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
 from .serve import measure_serve
@@ -59,15 +60,19 @@ def measure_run(
     transport, kernels, where = how_measured(run, pool.ranks)
     graph = graph_column(run, rank_device(transport, pool.ranks))
     on_gpu = "GPU" in where
+    link_gbps, link = link_of(pool, where)
     gpus_before = gpu_state() if on_gpu else []
     task = measure_serve if run.kind == "serve" else measure_batches
     records: list[RankRecord] = pool.run(task, run, progress=progress)
     row = run.identity("harness", transport, kernels)
-    meter = run.meter()
+    meter, ports = run.meter(), PortMeter()
     for step in range(len(records[0].step_ns_S)):
-        meter.add(traffic_of([record.counters_S[step] for record in records]))
+        traffic = traffic_of([record.counters_S[step] for record in records])
+        meter.add(traffic)
+        ports.add(traffic)
     row |= locality_columns(meter, "measured")
     row |= time_columns(records, planned_per_layer=run.spec.flow == "tp_shuffled", seed=int(run.cfg["seed"]))
+    row |= ports.columns(row, link_gbps, link)
     served = records[0].extra
     if served:
         row |= served_columns(

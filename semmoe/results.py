@@ -33,6 +33,12 @@ TIMED = (
 )
 SERVED = ("ttft", "tpot", "e2e")
 QUANTILES = (50, 90, 99)
+EXCHANGES = (
+    "dispatch",
+    "combine",
+    "srs",
+    "sag",
+)  # phases between ranks; the all-reduces of tp_replicated are srs and sag
 OPS = ("srs", "sag", "reduce_scatter", "all_gather", "all_reduce", "dispatch", "combine", "expert_ids")
 
 
@@ -123,6 +129,18 @@ def _columns() -> dict[str, Column]:
         "output_error": Column("float", "relative norm against the single-process reference (harness)"),
     }
     columns |= {f"{op}_bytes": Column("float", f"payload bytes of {op}, all steps") for op in OPS}
+    columns["local_bytes"] = Column(
+        "float", "payload bytes of exchanges that stayed on their rank, all steps (harness)"
+    )
+    for name in EXCHANGES:
+        columns[f"{name}_busbw_gbps"] = Column(
+            "float", f"bytes of {name} at the busiest port, as nccl-tests counts them, over {name}_ms (harness)"
+        )
+        columns[f"{name}_link_share"] = Column("float", f"{name}_busbw_gbps / link_peak_gbps; null without a link")
+    columns |= {
+        "link_peak_gbps": Column("float", "one large copy between GPUs, measured before the run; null without a link"),
+        "link": Column("str", "harness: how link_peak_gbps was measured, or that no link speed follows and why"),
+    }
     for name in TIMED:
         whole = {"layer": "one MoE layer end to end", "step": "one forward pass"}.get(
             name, f"{name} phase of one MoE layer"

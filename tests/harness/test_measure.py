@@ -73,6 +73,10 @@ def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, 
     for phase in ("gate", "permute", "experts", *(() if run.spec.dispatcher is None else ("dispatch", "combine"))):
         assert 0 < checked[f"{phase}_ms"] < checked["layer_ms"] * 1.5, phase
     around = run.spec.flow != "dp"
+    exchanges = (*(("srs", "sag") if around else ()), *(() if run.spec.dispatcher is None else ("dispatch", "combine")))
+    for phase in exchanges:
+        assert 0 < checked[f"{phase}_busbw_gbps"] < 100 and checked[f"{phase}_link_share"] is None
+    assert "no link speed follows" in checked["link"] and checked["link_peak_gbps"] is None
     assert ("srs_ms" in row) == around and ("sag_ms" in row) == around
     assert (checked["route_flips"] is None) == (run.cfg["measure"]["feed"] == "random")
     if run.cfg["measure"]["feed"] == "hidden":
