@@ -22,10 +22,11 @@ from semmoe.specs import ClusterSpec, check_fits
 
 from .cost.model import CostModel
 from .disaggregated import Disaggregated, simulate_disaggregated
-from .engine import StepTimer, Timeline, replay, simulate_batches, simulate_serving
+from .engine import replay, simulate_batches, simulate_serving
 from .kv_link import KvLink
 from .kv_move import kv_move_columns
 from .replacement import Replacing, ReplacingTimer, loop_for, simulate_without
+from .step_timer import StepTimer, Timeline
 from .timeline_trace import KEPT_STEPS, step_timeline
 from .traffic_source import ExpectedTraffic
 

@@ -20,8 +20,9 @@ from semmoe.results import summary_ms
 from semmoe.serving import Request, ServingLoop
 from semmoe.serving.columns import served_columns
 
-from .engine import Event, Server, Timer, arrivals, progress
+from .engine import Event, Server, arrivals, progress
 from .kv_link import KvLink
+from .step_timer import Timer
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,9 @@ from semmoe.traffic import Traffic
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
-from .engine import StepTimer, batch_load, simulate_serving
+from .engine import batch_load, simulate_serving
 from .layer import LayerTimes, time_layers
+from .step_timer import StepTimer
 from .traffic_source import TracedTraffic, TrafficSource
 
 

@@ -28,9 +28,10 @@ from semmoe.run import Run
 from semmoe.traffic import Traffic
 
 from .cost.model import CostModel
-from .engine import StepTimer, Timeline, simulate_batches, simulate_serving
+from .engine import simulate_batches, simulate_serving
 from .layer import PHASES, LayerTimes
 from .replacement import loop_for
+from .step_timer import StepTimer, Timeline
 
 EXCHANGES = ("srs", "dispatch", "combine", "sag")
 PROCESS = 1

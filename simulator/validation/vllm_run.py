@@ -26,8 +26,9 @@ from semmoe.locality import LocalityMeter
 from semmoe.schedule.base import RankStates
 from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan, Stretch, TokenRows
 
-from ..engine import Timeline, simulate_serving
+from ..engine import simulate_serving
 from ..layer import LayerTimes
+from ..step_timer import Timeline
 from .row import Row, read
 from .vllm_tables import LAYERS, PREFIX, RANKS, OperatorTables
 

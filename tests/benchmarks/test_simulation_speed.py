@@ -29,7 +29,8 @@ from semmoe.serving.workload import Workload
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.trace import RoutingTrace
 from simulator.cost.model import CostModel
-from simulator.engine import StepTimer, Timeline, simulate_serving
+from simulator.engine import simulate_serving
+from simulator.step_timer import StepTimer, Timeline
 from simulator.traffic_source import ExpectedTraffic
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

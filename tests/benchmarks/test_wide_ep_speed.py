@@ -26,7 +26,7 @@ from semmoe.replica_router import Local
 from semmoe.specs import ClusterSpec
 from semmoe.trace import RoutingTrace
 from simulator.cost.model import CostModel
-from simulator.engine import StepTimer
+from simulator.step_timer import StepTimer
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TOKENS_A_RANK, EXPERTS, TOP_K = 32, 256, 8

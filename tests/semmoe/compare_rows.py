@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+from semmoe.results import write_row
 
 PAIRS = json.dumps([[40, 10, 30, 20], [10, 40, 20, 30], [30, 20, 40, 10], [20, 30, 10, 40]])
 SPANS = [["dispatch", 0, 0.0, 6.0, [6.0] * 4], ["experts", 0, 6.0, 4.0, [4.0, 3.0, 2.0, 4.0]]]
@@ -13,6 +16,8 @@ AXES = {
     "workload": {"kind": "batches", "composition": "shuffled"},
     "placement": {"slots": None},
 }
+SERVE = {"workload": "serve", "batch_tokens": None}
+SEMANTIC = {"placement": "semantic", "request_scheduler": "semantic_request"}
 
 
 def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict[str, Any]:
@@ -44,3 +49,15 @@ def row(backend: str = "simulator", config: str = "aaa", **changes: Any) -> dict
 def measured(config: str, values_ms: list[float], **changes: Any) -> list[dict[str, Any]]:
     return [row("harness", config, repeat=i, layer_ms=v, layer_ms_ci_low=v * 0.98, layer_ms_ci_high=v * 1.02, **changes)
             for i, v in enumerate(values_ms)]  # fmt: skip
+
+
+def folder(tmp_path: Path, *rows: dict[str, Any]) -> list[Path]:
+    """The rows as files of one run."""
+    for one in rows:
+        write_row(tmp_path, one)
+    return [tmp_path]
+
+
+def line(comparison: Any, config: str) -> Any:
+    """What a comparison says of one configuration."""
+    return comparison.table.set_index("config_id").loc[config]

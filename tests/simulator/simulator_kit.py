@@ -20,7 +20,7 @@ from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
 from simulator.cost.collectives import CollectiveCost
 from simulator.cost.model import CostModel
-from simulator.engine import StepTimer
+from simulator.step_timer import StepTimer
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 HIDDEN = 500  # bf16 rows of 1000 bytes

@@ -8,7 +8,9 @@ import yaml
 from simulator_kit import CONF, presets, spec
 
 from simulator.cost.collectives import CollectiveCost
-from simulator.presets import PRESETS, build, render
+from simulator.presets.build import build, curves
+from simulator.presets.machines import PRESETS
+from simulator.presets.render import render
 
 NAMES = ("h100x8", "h200x8", "a100x8", "h800x8", "h20x8", "b200x8", "mi300x8", "l40sx8", "ascend910bx8", "local")
 NAMES += ("h100x16", "h100x32", "gb200x72")
@@ -49,8 +51,6 @@ def test_committed_presets_are_what_the_script_makes_of_the_data(preset, shared_
 
 
 def test_an_unmeasured_table_stops_the_script(shared_data):
-    from simulator.presets import curves
-
     table = pd.read_csv(shared_data / "perfdata" / "nccl_intranode.csv")
     with pytest.raises(ValueError, match=r"no NCCL rows for h100_sxm, NCCL 1\.0"):
         curves(table, "h100_sxm", "1.0")
