@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .kernels import align, barrier, counting, exchange, grouped, home, rank_tokens, sag, srs
+from .kernels.peers import step_rows
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -80,24 +81,27 @@ def variants() -> list[Variant]:
     """Each kernel, with and without what can be switched."""
     wide = {"H": 2048, "BLOCK_H": 2048}
     waits = {"W": 8, "W_PADDED": 8, "SYNC": True, "SPIN_LIMIT": 0}
-    shuffle = {**waits, "COUNT": True, "EXIT": False}
+    shuffle = {**waits, "EXIT": False}
     sort = {"TILE": counting.TILE_ELEMENTS // 8, "BINS": 8, "ROWS": 8, "COUNTED": False}
     aligned = {"S": 128, "BLOCK_M": 128, "TILE": counting.TILE_ELEMENTS // 128, "BINS": 128, "ROWS": 64}
     served = {"SLOTS_PER_RANK": 16, "K": 8, **wide, **waits}
     up, down = {"K": 2048, "N": 768, "GATED": True}, {"K": 768, "N": 2048, "GATED": False}
-    sag_row = {"C": 2048, "BLOCK_C": 2048, **shuffle}
+    rows, rows_of_all = {"ROWS": step_rows(4096)}, {"ROWS": step_rows(4096, peers=8)}
+    sag_row = {"C": 2048, "BLOCK_C": 2048, **rows, **shuffle}
     by_assignment, by_token = (
         {**served, "DEDUP": False, "OWN_ONLY": False},
         {**served, "DEDUP": True, "OWN_ONLY": False},
     )
     own = {**served, "DEDUP": False, "OWN_ONLY": True, "SYNC": False}
     made = [
-        pulls("srs", srs.srs_kernel, {**wide, **shuffle, "RESIDUAL": False, "NORM": False}),
-        pulls("srs, residual and norm", srs.srs_kernel, {**wide, **shuffle, "RESIDUAL": True, "NORM": True}),
+        pulls("srs", srs.srs_kernel, {**wide, **rows_of_all, **shuffle, "RESIDUAL": False, "NORM": False}),
+        pulls(
+            "srs, residual and norm", srs.srs_kernel, {**wide, **rows_of_all, **shuffle, "RESIDUAL": True, "NORM": True}
+        ),
         pulls("sag", sag.sag_kernel, {**sag_row, "IDS": 0, "IDS_PADDED": 1}),
         pulls("sag, 8 ids", sag.sag_kernel, {**sag_row, "IDS": 8, "IDS_PADDED": 8}),
         Variant("barrier", barrier.barrier_kernel, {"W": 8, "W_PADDED": 8, "SPIN_LIMIT": 1 << 24}, warps=4),
-        pulls("pull", exchange.pull_kernel, {"LIMIT_TIMES": 128, "CHOICES": 8, **wide, **waits}),
+        pulls("pull", exchange.pull_kernel, {"LIMIT_TIMES": 128, "CHOICES": 8, **wide, **rows, **waits}),
         pulls("combine by assignment", exchange.combine_kernel, by_assignment),
         pulls("combine by token", exchange.combine_kernel, by_token),
         Variant("sum of own answers", exchange.combine_kernel, own, rows=True),

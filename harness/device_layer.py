@@ -100,16 +100,16 @@ class DeviceLayer:
         now.homes = counts_G[self.rank]
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         if self.spec.flow != "dp":
-            counter.exchange(before, width, counts_G, self.scattered_G.tolist())
+            counter.exchange(before, width, counts_G, _total(self.scattered_BG))
         self._count_moe(counts_G, width)
         if self.spec.flow != "dp":
             for op, bytes_of_row in ((after, width), ("expert_ids", 2 * self.spec.top_k)):
                 if op == after or self.spec.carry_expert_ids:
-                    counter.exchange(op, bytes_of_row, [now.homes] * self.ranks, self.gathered_G.tolist())
+                    counter.exchange(op, bytes_of_row, [now.homes] * self.ranks, _total(self.gathered_BG))
 
     def _count_moe(self, counts_G: list[int], width: int) -> None:
         counter, mine = self.layer.transport.counter, counts_G[self.rank]
-        routes_G, rows_G, back_G = self.routes_pulled_G.tolist(), self.rows_pulled_G.tolist(), self.back_G.tolist()
+        routes_G, rows_G, back_G = _total(self.routes_pulled_BG), _total(self.rows_pulled_BG), _total(self.back_BG)
         words = row_bytes(self.fixed.routes.local)
         counter.metadata(mine * (self.ranks - 1) * words, (sum(routes_G) - routes_G[self.rank]) * words)
         places_G, slots_nk = [self.shape.rows] * self.ranks, self.own_slots_nk[:mine]
@@ -135,7 +135,9 @@ class DeviceLayer:
         self.plan = plan = rank_tokens(self.owner_T, self.ranks)
         self.counts_G.copy_(plan.counts_on_device_G)
         x = self.fixed.x
-        _, self.scattered_G = launch_srs(x.table_G, x.local, plan, self.rank, out_NH=self.rows_NH, barrier=self.barrier)
+        _, self.scattered_BG = launch_srs(
+            x.table_G, x.local, plan, self.rank, out_NH=self.rows_NH, barrier=self.barrier
+        )
         place_N = (plan.starts_on_device_G[self.rank] + self._place_N).clamp(max=self.shape.tokens - 1)
         slots_nk = self.slots.index_select(0, plan.perm_T.index_select(0, place_N))
         taken_N = self._place_N < plan.counts_on_device_G[self.rank]
@@ -163,7 +165,7 @@ class DeviceLayer:
         taken_T = group.plan.slot_T < self.counts_G.index_select(0, group.plan.owner_T)
         taken = Served(torch.where(taken_T, group.plan.perm_T, len(taken_T)), self._limit_1, 1, 1, len(taken_T))
         both_T = torch.empty(len(taken_T), 2 * k, dtype=torch.int32, device=self.device)
-        self.routes_pulled_G = pull(self.fixed.routes.table_G, group, taken, self.rank, both_T, self.barrier)
+        self.routes_pulled_BG = pull(self.fixed.routes.table_G, group, taken, self.rank, both_T, self.barrier)
         group.slots_Tk.copy_(torch.where(taken_T[:, None], both_T[:, :k], -1))
         group.weights_Tk.copy_(both_T[:, k:].view(torch.float32))
         return taken
@@ -173,17 +175,17 @@ class DeviceLayer:
         self._routes()
         served = serve(self.group, self.rank, self.dedup)
         rows_PH = self.y.new_empty(len(served.list_P), self.spec.hidden)
-        self.rows_pulled_G = pull(self.fixed.rows.table_G, self.group, served, self.rank, rows_PH)
+        self.rows_pulled_BG = pull(self.fixed.rows.table_G, self.group, served, self.rank, rows_PH)
         self.served_S = answer(self.group, served, self.rank, rows_PH, self.layer.weights, self.answers_AH)
 
     def _combine(self) -> None:
         out = self.y if self.spec.flow == "dp" else self.done_NH
-        self.back_G = combine(self.fixed.answers.table_G, self.group, self.rank, out, self.dedup, self.barrier)
+        self.back_BG = combine(self.fixed.answers.table_G, self.group, self.rank, out, self.dedup, self.barrier)
 
     def _all_rows(self) -> None:
         taken = self._routes()
         rows_TH = self.y.new_empty(taken.entries, self.spec.hidden)
-        self.rows_pulled_G = pull(self.fixed.rows.table_G, self.group, taken, self.rank, rows_TH)
+        self.rows_pulled_BG = pull(self.fixed.rows.table_G, self.group, taken, self.rank, rows_TH)
         self._answer_all(rows_TH)
 
     def _answer_all(self, rows_TH: Tensor) -> None:
@@ -193,12 +195,12 @@ class DeviceLayer:
         self.served_S = answer(self.group, served, self.rank, rows_TH, self.layer.weights, self.answers_AH)
 
     def _sum_home(self) -> None:
-        self.back_G = self._srs(self.answers_AH, self.fixed.answers.table_G, self.y)
+        self.back_BG = self._srs(self.answers_AH, self.fixed.answers.table_G, self.y)
 
     def _gather(self) -> None:
         ids = CarriedIds(self.fixed.ids.table_G, self.ids_Tk) if self.spec.carry_expert_ids else None
         table = self.fixed.done.table_G
-        _, self.gathered_G = launch_sag(table, self.done_NH, self.plan, self.rank, self.y, self.barrier, ids=ids)
+        _, self.gathered_BG = launch_sag(table, self.done_NH, self.plan, self.rank, self.y, self.barrier, ids=ids)
 
     def _sum_inputs(self) -> None:
         self._srs(self.fixed.x.local, self.fixed.x.table_G, self.done_NH)
@@ -250,3 +252,8 @@ class DeviceLayer:
         weights_Tk = torch.zeros(len(token_T), self.spec.top_k, device=self.device)
         self.group = Group(plan, slots_Tk, weights_Tk, self.layer.slots_per_rank, self.ranks)
         self._limit_1 = torch.full((1,), len(token_T), device=self.device)
+
+
+def _total(counted_BG: Tensor) -> list[int]:
+    """Counts of all blocks of a launch, on the host."""
+    return counted_BG.sum(dim=0).tolist()

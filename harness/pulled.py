@@ -52,8 +52,8 @@ class PullExchange:
         with launching(x_nH.device):
             served = serve(group, rank, self.dedup)
             rows_PH = x_nH.new_empty(len(served.list_P), x_nH.shape[1])
-            pulled_G = pull(address_table(x_G), group, served, rank, rows_PH, barrier)
-        rows_pulled_G = counted_by(pulled_G, barrier)
+            pulled_BG = pull(address_table(x_G), group, served, rank, rows_PH, barrier)
+        rows_pulled_G = counted_by(pulled_BG, barrier)
         transport._release()
         timer.lap("dispatch")
         tokens, k = group.slots_Tk.shape
@@ -64,8 +64,8 @@ class PullExchange:
         o_G, barrier = transport._lent(answers)
         with launching(x_nH.device):
             y_nH = x_nH.new_empty(len(x_nH), x_nH.shape[1])
-            pulled_G = combine(address_table(o_G), group, rank, y_nH, self.dedup, barrier)
-        answers_pulled_G = counted_by(pulled_G, barrier)
+            pulled_BG = combine(address_table(o_G), group, rank, y_nH, self.dedup, barrier)
+        answers_pulled_G = counted_by(pulled_BG, barrier)
         transport._release()
         timer.lap("combine")
         count_experts(transport, served_S)

@@ -8,6 +8,8 @@ Combine runs over t = list[start + p], p < limit. OWN_ONLY sums the choices that
 entry: the partial sum that de-duplicated answers are made of, written to out[t], where the token's home finds it.
 Answers lie at the number of their assignment (or token) of the whole group, so nobody has to be told places.
 
+pulled[block, r]: rows that a block read from rank r.
+
 Worked example, 2 ranks, k = 2, slots of rank 0 are 0..1, token 5 with slots [3, 0] and weights [.25, .75]:
 combine reads O_1[10] and O_0[11] and gives .25 O_1[10] + .75 O_0[11].
 
@@ -21,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .barrier import arrive_and_wait
+from .peers import by_peer, peer_base, peer_rows
 
 
 @triton.jit
@@ -41,6 +44,7 @@ def pull_kernel(
     CHOICES: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     W_PADDED: tl.constexpr,
     SYNC: tl.constexpr,
@@ -52,21 +56,24 @@ def pull_kernel(
         epoch = tl.load(epochs + block) + 1
         if arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT) < epoch:
             tl.store(status, 1)
-    col = tl.arange(0, BLOCK_H)
-    inside = col < H
+    col = tl.arange(0, BLOCK_H)[None, :]
     limit = tl.load(limit_1).to(tl.int32) * LIMIT_TIMES
-    p = block
-    while p < limit:
-        entry = tl.load(entries_list + p).to(tl.int32)
-        if entry < entries:  # else padding of a block: its row stays as it is
-            token = entry // CHOICES
-            peer = tl.load(owner + token)
-            row = tl.load(slot + token).to(tl.int64)
-            base = tl.multiple_of(tl.load(x_table + peer), 16)
-            x = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
-            tl.store(out + p.to(tl.int64) * H + col, tl.load(x + row * H + col, mask=inside), mask=inside)
-            tl.atomic_add(pulled + peer, 1, sem="relaxed")
-        p += tl.num_programs(0)
+    hits = tl.zeros([ROWS, W_PADDED], dtype=tl.int32)
+    first = block * ROWS
+    while first < limit:
+        p = first + tl.arange(0, ROWS)
+        entry = tl.load(entries_list + p, mask=p < limit, other=entries).to(tl.int32)
+        real = entry < entries  # else padding of a block: its row stays as it is
+        token = entry // CHOICES
+        peer = tl.load(owner + token, mask=real, other=0).to(tl.int32)
+        row = tl.load(slot + token, mask=real, other=0).to(tl.int64)[:, None]
+        inside = real[:, None] & (col < H)
+        values = tl.load(peer_rows(x_table, peer, out) + row * H + col, mask=inside)
+        tl.store(out + p.to(tl.int64)[:, None] * H + col, values, mask=inside)
+        hits += by_peer(peer, real, W_PADDED)
+        first += tl.num_programs(0) * ROWS
+    g = tl.arange(0, W_PADDED)
+    tl.store(pulled + block * W + g, tl.sum(hits, axis=0), mask=g < W)
     if SYNC:
         tl.store(epochs + block, epoch)
 
@@ -106,30 +113,32 @@ def combine_kernel(
     inside = col < H
     first = tl.load(start_1)
     limit = tl.load(limit_1).to(tl.int32)
+    peers = tl.arange(0, W_PADDED)
+    hits = tl.zeros([W_PADDED], dtype=tl.int32)
     p = block
     while p < limit:
         token = tl.load(tokens_list + first + p).to(tl.int64)
         total = tl.zeros([BLOCK_H], dtype=tl.float32)
         if DEDUP:
+            serving = tl.zeros([], dtype=tl.int64)  # bit g: rank g serves one of the choices
+            for j in tl.static_range(K):
+                serving |= tl.full([], 1, tl.int64) << (tl.load(slots + token * K + j) // SLOTS_PER_RANK)
             for g in tl.static_range(W):
-                serves = tl.zeros([], dtype=tl.int32) > 0
-                for j in tl.static_range(K):
-                    serves = serves | (tl.load(slots + token * K + j) // SLOTS_PER_RANK == g)
-                base = tl.multiple_of(tl.load(o_table + g), 16)
-                o = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
+                serves = ((serving >> g) & 1) > 0
+                o = peer_base(o_table, g, out)
                 total += tl.load(o + token * H + col, mask=inside & serves, other=0.0).to(tl.float32)
-                tl.atomic_add(pulled + g, serves.to(tl.int32), sem="relaxed")
+            hits += ((serving >> peers) & 1).to(tl.int32)
         else:
             for j in tl.static_range(K):
                 peer = tl.load(slots + token * K + j) // SLOTS_PER_RANK
                 wanted = (peer == rank) | (not OWN_ONLY)
-                base = tl.multiple_of(tl.load(o_table + peer), 16)
-                o = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
+                o = peer_base(o_table, peer, out)
                 row = tl.load(o + (token * K + j) * H + col, mask=inside & wanted, other=0.0).to(tl.float32)
                 total += tl.load(weights + token * K + j) * row
-                tl.atomic_add(pulled + peer, wanted.to(tl.int32), sem="relaxed")
+                hits += ((peers == peer) & wanted).to(tl.int32)
         at = token if OWN_ONLY else p.to(tl.int64)
         tl.store(out + at * H + col, total.to(out.dtype.element_ty), mask=inside)
         p += tl.num_programs(0)
+    tl.store(pulled + block * W + peers, hits, mask=peers < W)
     if SYNC:
         tl.store(epochs + block, epoch)

@@ -13,14 +13,18 @@ from semmoe.errors import UserError
 
 from ..reference.ranking import TokenRanking
 from ..transport.base import PeerTransport
+from ..transport.packing import row_bytes
 from ..transport.plan import ShufflePlan
 from ..transport.pull import address_table
 from .barrier import barrier_kernel
+from .peers import step_rows
 from .sag import sag_kernel
 from .srs import srs_kernel
 
 ROW_WARPS = 4 if torch.version.hip else 8  # 256 threads x 16 bytes: one row of 2,048 bf16
-BLOCKS = 16  # the same on all ranks, whatever their token counts: blocks wait for each other by number
+BLOCKS = 16  # of a CPU in the interpreter, where they run one after another
+WAITING_BLOCKS = 64  # of a GPU: all resident at once on any; with STEP_BYTES each, enough under way to fill NVLink
+FREE_BLOCKS = 512  # of a GPU, where no block waits for another
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +44,10 @@ class BarrierState:
 
 
 def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int = 0) -> BarrierState:
-    """Collective. Refuses virtual ranks: their programs run one after another, so a wait would never end."""
+    """Collective, with the same number of blocks on all ranks, whatever their token counts: blocks wait by number.
+
+    Refuses virtual ranks: their programs run one after another, so a wait would never end.
+    """
     if transport.name == "virtual":
         raise UserError("virtual ranks cannot wait for each other inside a kernel; launch without a barrier")
     pads = transport.alloc(blocks, transport.ranks, torch.int32)
@@ -52,6 +59,13 @@ def barrier_state(pads_G: Sequence[Tensor], blocks: int, spin_limit: int = 0) ->
     """State over everybody's pads, int32 [blocks, W], which are zero on all ranks by now."""
     epochs_B, status_1 = (torch.zeros(n, dtype=torch.int32, device=pads_G[0].device) for n in (blocks, 1))
     return BarrierState(address_table(pads_G), epochs_B, status_1, blocks, spin_limit)
+
+
+def grid_of(barrier: BarrierState | None, blocks: int | None, device: torch.device) -> int:
+    """Blocks of a launch: those of its barrier, or those asked for, or what suits the device."""
+    if barrier is not None:
+        return barrier.blocks
+    return blocks or (FREE_BLOCKS if device.type == "cuda" else BLOCKS)
 
 
 def launch_barrier(state: BarrierState, rank: int) -> None:
@@ -86,10 +100,10 @@ def launch_srs(
     out_NH: Tensor | None = None,
     barrier: BarrierState | None = None,
     exit_barrier: bool = False,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
     norm: RMSNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rows [counts[rank], H], int32 [W] rows pulled from each rank as the kernel counted them).
+    """(rows [counts[rank], H], int32 [blocks, W] rows that each block pulled from each rank, as it counted them).
 
     With a TokenRanking, whose counts stay on the device, the rows come as all of `out`, undefined from counts[rank] on: [T, H],
     or out_NH, in which the caller has room for counts[rank].
@@ -106,9 +120,8 @@ def launch_srs(
     for tensor in (out,) if norm is None else (out, norm.out_NH):
         if len(tensor) < rows:
             raise ValueError(f"out has {len(tensor)} rows, rank {rank} gets {rows}")
-    device = like_TH.device
-    pulled_G = torch.zeros(ranks, dtype=torch.int32, device=device)
-    grid = barrier.blocks if barrier else blocks
+    grid = grid_of(barrier, blocks, like_TH.device)
+    pulled_BG = torch.empty(grid, ranks, dtype=torch.int32, device=like_TH.device)
     srs_kernel[(grid,)](
         x_table_G,
         plan.perm_T,
@@ -118,21 +131,21 @@ def launch_srs(
         out if norm is None else norm.weight_H,
         out,
         out if norm is None else norm.out_NH,
-        pulled_G,
-        *barrier_arguments(barrier, pulled_G, x_table_G),
+        pulled_BG,
+        *barrier_arguments(barrier, pulled_BG, x_table_G),
         rank,
         0.0 if norm is None else norm.eps,
         H=hidden,
         BLOCK_H=triton.next_power_of_2(hidden),
+        ROWS=step_rows(row_bytes(like_TH), ranks),
         W=ranks,
         W_PADDED=triton.next_power_of_2(ranks),
         RESIDUAL=residual_TH is not None,
         NORM=norm is not None,
-        COUNT=True,
         **_barrier_options(barrier, exit_barrier),
         num_warps=ROW_WARPS,
     )
-    return out[:rows], pulled_G
+    return out[:rows], pulled_BG
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +164,10 @@ def launch_sag(
     out_TC: Tensor | None = None,
     barrier: BarrierState | None = None,
     exit_barrier: bool = False,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
     ids: CarriedIds | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, C] in original order, int32 [W] rows pulled from each rank as the kernel counted them).
+    """(out [T, C] in original order, int32 [blocks, W] rows that each block pulled from each rank, as it counted them).
 
     rank: only the barrier needs it. ids: carried in the same launch; not counted in the rows.
     """
@@ -164,8 +177,8 @@ def launch_sag(
         raise ValueError(f"out has {len(out)} rows for {plan.tokens} tokens")
     if ids is not None and len(ids.out_Tk) < plan.tokens:
         raise ValueError(f"ids have {len(ids.out_Tk)} rows for {plan.tokens} tokens")
-    pulled_G = torch.zeros(ranks, dtype=torch.int32, device=like_NC.device)
-    grid = barrier.blocks if barrier else blocks
+    grid = grid_of(barrier, blocks, like_NC.device)
+    pulled_BG = torch.empty(grid, ranks, dtype=torch.int32, device=like_NC.device)
     sag_kernel[(grid,)](
         z_table_G,
         plan.owner_T,
@@ -173,21 +186,21 @@ def launch_sag(
         out,
         z_table_G if ids is None else ids.table_G,
         out if ids is None else ids.out_Tk,
-        pulled_G,
-        *barrier_arguments(barrier, pulled_G, z_table_G),
+        pulled_BG,
+        *barrier_arguments(barrier, pulled_BG, z_table_G),
         rank,
         plan.tokens,
         C=width,
         BLOCK_C=triton.next_power_of_2(width),
+        ROWS=step_rows(row_bytes(like_NC)),
         W=ranks,
         W_PADDED=triton.next_power_of_2(ranks),
         IDS=0 if ids is None else ids.out_Tk.shape[1],
         IDS_PADDED=1 if ids is None else triton.next_power_of_2(ids.out_Tk.shape[1]),
-        COUNT=True,
         **_barrier_options(barrier, exit_barrier),
         num_warps=ROW_WARPS,
     )
-    return out[: plan.tokens], pulled_G
+    return out[: plan.tokens], pulled_BG
 
 
 def barrier_arguments(barrier: BarrierState | None, any_int32: Tensor, any_table: Tensor) -> tuple[Tensor, ...]:

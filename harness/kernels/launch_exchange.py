@@ -24,10 +24,14 @@ import triton
 from torch import Tensor
 
 from ..reference.ranking import TokenRanking
+from ..transport.packing import row_bytes
 from .align import Alignment, moe_align
 from .exchange import combine_kernel, pull_kernel
-from .launch import BLOCKS, ROW_WARPS, BarrierState, barrier_arguments
+from .launch import ROW_WARPS, BarrierState, barrier_arguments, grid_of
+from .peers import step_rows
 from .rank_tokens import rank_tokens
+
+MOST_COMBINED = 64  # ranks that the kernel keeps as bits of one word
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,31 +97,34 @@ def pull(
     rank: int,
     out_PH: Tensor,
     barrier: BarrierState | None = None,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
 ) -> Tensor:
-    """Pull the rows of `served` into out_PH (at least as many rows as list_P); int32 [W] rows pulled from each rank."""
+    """Pull the rows of `served` into out_PH (at least as many rows as list_P); int32 [blocks, W] rows that each block pulled
+    from each rank."""
     if len(out_PH) < len(served.list_P):
         raise ValueError(f"out has {len(out_PH)} rows for up to {len(served.list_P)} entries")
     hidden = out_PH.shape[1]
-    pulled_G = torch.zeros(group.ranks, dtype=torch.int32, device=out_PH.device)
-    pull_kernel[(barrier.blocks if barrier else blocks,)](
+    grid = grid_of(barrier, blocks, out_PH.device)
+    pulled_BG = torch.empty(grid, group.ranks, dtype=torch.int32, device=out_PH.device)
+    pull_kernel[(grid,)](
         x_table_G,
         served.list_P,
         served.limit_1,
         group.plan.owner_T,
         group.plan.slot_T,
         out_PH,
-        pulled_G,
-        *barrier_arguments(barrier, pulled_G, x_table_G),
+        pulled_BG,
+        *barrier_arguments(barrier, pulled_BG, x_table_G),
         rank,
         served.entries,
         LIMIT_TIMES=served.limit_times,
         CHOICES=served.choices,
         H=hidden,
         BLOCK_H=triton.next_power_of_2(hidden),
+        ROWS=step_rows(row_bytes(out_PH)),
         **_options(group, barrier),
     )
-    return pulled_G
+    return pulled_BG
 
 
 def combine(
@@ -127,9 +134,9 @@ def combine(
     out_NH: Tensor,
     dedup: bool,
     barrier: BarrierState | None = None,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
 ) -> Tensor:
-    """Pull and sum the answers of the tokens at home here into out_NH [>= counts[rank], H]; rows pulled, int32 [W].
+    """Pull and sum the answers of the tokens at home here into out_NH [>= counts[rank], H]; rows pulled, int32 [blocks, W].
 
     O_r of every rank: [T * k, H] unweighted answers by assignment, or (dedup) [T, H] weighted partial sums by token.
     """
@@ -139,7 +146,7 @@ def combine(
     return _combine(o_table_G, mine_n, start, count, group, rank, out_NH, dedup, False, barrier, blocks)
 
 
-def sum_own(own_AH: Tensor, group: Group, served: Served, rank: int, out_TH: Tensor, blocks: int = BLOCKS) -> None:
+def sum_own(own_AH: Tensor, group: Group, served: Served, rank: int, out_TH: Tensor, blocks: int | None = None) -> None:
     """out[t] = sum over the choices of token t served here of weight * own[t * k + j], for the tokens of `served`."""
     table_G = torch.full((group.ranks,), own_AH.data_ptr(), dtype=torch.int64, device=own_AH.device)
     start = torch.zeros(1, dtype=torch.int64, device=own_AH.device)
@@ -157,11 +164,14 @@ def _combine(
     dedup: bool,
     own_only: bool,
     barrier: BarrierState | None,
-    blocks: int,
+    blocks: int | None,
 ) -> Tensor:
+    if dedup and group.ranks > MOST_COMBINED:
+        raise ValueError(f"{group.ranks} ranks; answers by token are summed over at most {MOST_COMBINED}")
     hidden = out_NH.shape[1]
-    pulled_G = torch.zeros(group.ranks, dtype=torch.int32, device=out_NH.device)
-    combine_kernel[(barrier.blocks if barrier else blocks,)](
+    grid = grid_of(barrier, blocks, out_NH.device)
+    pulled_BG = torch.empty(grid, group.ranks, dtype=torch.int32, device=out_NH.device)
+    combine_kernel[(grid,)](
         table_G,
         list_T,
         start_1,
@@ -169,8 +179,8 @@ def _combine(
         group.slots_Tk,
         group.weights_Tk,
         out_NH,
-        pulled_G,
-        *barrier_arguments(barrier, pulled_G, table_G),
+        pulled_BG,
+        *barrier_arguments(barrier, pulled_BG, table_G),
         rank,
         SLOTS_PER_RANK=group.slots_per_rank,
         K=group.slots_Tk.shape[1],
@@ -180,7 +190,7 @@ def _combine(
         BLOCK_H=triton.next_power_of_2(hidden),
         **_options(group, barrier),
     )
-    return pulled_G
+    return pulled_BG
 
 
 def _options(group: Group, barrier: BarrierState | None) -> dict[str, int | bool]:

@@ -4,8 +4,9 @@
     normed[i] = out[i] * rsqrt(mean(out[i] ** 2) + eps) * norm_weight                     where NORM
 
 X_r [T, H] of rank r is found through `x_table`, int64 addresses [W]. Every element is read once from each peer and
-written once; sums are fp32 and in rank order, so the result does not depend on the rank that computes it. Any counts
-are exact, also 0 and T; rows of `out` from counts[rank] on are not touched.
+written once, ROWS rows of every peer in a step; sums are fp32 and in rank order, so the result does not depend on the
+rank that computes it. Any counts are exact, also 0 and T; rows of `out` from counts[rank] on are not touched.
+pulled[block, r]: rows that a block read from rank r.
 
 The row that is normalised is `out[i]` as stored, so that fused and separate RMSNorm see the same values: what follows
 attention (residual, norm, gate) costs one more row written and none read.
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .barrier import arrive_and_wait
+from .peers import peer_base
 
 
 @triton.jit
@@ -44,11 +46,11 @@ def srs_kernel(
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     W_PADDED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
-    COUNT: tl.constexpr,
     SYNC: tl.constexpr,
     EXIT: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
@@ -62,32 +64,32 @@ def srs_kernel(
             tl.store(status, 1)
     count = tl.load(counts + rank)
     start = tl.load(starts + rank)
-    col = tl.arange(0, BLOCK_H)
-    inside = col < H
+    col = tl.arange(0, BLOCK_H)[None, :]
     rows = 0
-    i = block
-    while i < count:
-        token = tl.load(perm + start + i).to(tl.int64)
-        total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    first = block * ROWS
+    while first < count:
+        i = first + tl.arange(0, ROWS)
+        there = i < count
+        inside = there[:, None] & (col < H)
+        token = tl.load(perm + start + i, mask=there, other=0).to(tl.int64)[:, None]
+        total = tl.zeros([ROWS, BLOCK_H], dtype=tl.float32)
         for r in tl.static_range(W):
-            base = tl.multiple_of(tl.load(x_table + r), 16)
-            x = tl.multiple_of(base.to(tl.pointer_type(out.dtype.element_ty)), 16)
+            x = peer_base(x_table, r, out)
             total += tl.load(x + token * H + col, mask=inside, other=0.0).to(tl.float32)
         if RESIDUAL:
             total += tl.load(residual + token * H + col, mask=inside, other=0.0).to(tl.float32)
-        row = i.to(tl.int64)
+        row = i.to(tl.int64)[:, None]
         stored = total.to(out.dtype.element_ty)
         tl.store(out + row * H + col, stored, mask=inside)
         if NORM:
             total = stored.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(total * total, axis=0) / H + eps)
-            weight = tl.load(norm_weight + col, mask=inside, other=0.0).to(tl.float32)
-            tl.store(normed + row * H + col, (total * scale * weight).to(out.dtype.element_ty), mask=inside)
-        rows += 1
-        i += tl.num_programs(0)
-    if COUNT:
-        for r in tl.static_range(W):
-            tl.atomic_add(pulled + r, rows, sem="relaxed")
+            scale = 1.0 / tl.sqrt(tl.sum(total * total, axis=1) / H + eps)
+            weight = tl.load(norm_weight + col, mask=col < H, other=0.0).to(tl.float32)
+            tl.store(normed + row * H + col, (total * scale[:, None] * weight).to(out.dtype.element_ty), mask=inside)
+        rows += tl.minimum(count - first, ROWS).to(tl.int32)
+        first += tl.num_programs(0) * ROWS
+    g = tl.arange(0, W_PADDED)
+    tl.store(pulled + block * W + g, tl.zeros([W_PADDED], dtype=tl.int32) + rows, mask=g < W)
     if EXIT:
         epoch += 1
         arrive_and_wait(pad_table, rank, block, epoch, W, W_PADDED, SPIN_LIMIT)

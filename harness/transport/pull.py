@@ -80,10 +80,10 @@ class PullTransport(RowTransport):
 
             (peers_G,), barrier = self._offer([x_TH], [plan.tokens] * self.ranks)
             with launching(x_TH.device):
-                rows_nH, counted_G = launch_srs(
+                rows_nH, counted_BG = launch_srs(
                     address_table(peers_G), x_TH, plan, self.rank, residual_TH, barrier=barrier
                 )
-            pulled_G = counted_by(counted_G, barrier)
+            pulled_G = counted_by(counted_BG, barrier)
         else:
             rows_nH, pulled_G = shuffle.srs(self._publish(x_TH), plan, self.rank, residual_TH)
         self._release()
@@ -121,8 +121,8 @@ class PullTransport(RowTransport):
         if len(parts) > 1:
             ids = CarriedIds(tables[1], parts[1].new_empty(plan.tokens, parts[1].shape[1]))
         with launching(parts[0].device):
-            out_TC, counted_G = launch_sag(tables[0], parts[0], plan, self.rank, barrier=barrier, ids=ids)
-        pulled_G = counted_by(counted_G, barrier)
+            out_TC, counted_BG = launch_sag(tables[0], parts[0], plan, self.rank, barrier=barrier, ids=ids)
+        pulled_G = counted_by(counted_BG, barrier)
         self._release()
         for part, op in zip(parts, ops, strict=True):
             self.counter.exchange(op, row_bytes(part), [len(part)] * self.ranks, pulled_G)
@@ -156,9 +156,9 @@ class PullTransport(RowTransport):
         return out
 
 
-def counted_by(counted_G: Tensor, barrier: BarrierState | None) -> list[int]:
-    """A kernel's counts on the host; RuntimeError when it gave up waiting for a peer."""
-    counts = counted_G.tolist()
+def counted_by(counted_BG: Tensor, barrier: BarrierState | None) -> list[int]:
+    """Counts of a kernel's blocks, summed, on the host; RuntimeError when it gave up waiting for a peer."""
+    counts = counted_BG.sum(dim=0).tolist()
     if barrier is not None:
         barrier.check()
     return counts

@@ -27,7 +27,7 @@ class SymmetricMemory(PeerMemory):
     def __init__(self, group: dist.ProcessGroup | None, stage_bytes: int, arena_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        from ..kernels.launch import BLOCKS, barrier_state
+        from ..kernels.launch import WAITING_BLOCKS, barrier_state
 
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         size = region_bytes(stage_bytes, arena_bytes)
@@ -42,7 +42,8 @@ class SymmetricMemory(PeerMemory):
         local.zero_()
         torch.cuda.synchronize()
         dist.barrier(group)  # all pads are zero
-        self.state = barrier_state(self.alloc(BLOCKS, ranks, torch.int32), BLOCKS, SPIN_LIMIT)
+        pads_G = self.alloc(WAITING_BLOCKS, ranks, torch.int32)
+        self.state = barrier_state(pads_G, WAITING_BLOCKS, SPIN_LIMIT)
 
     def barrier(self) -> None:
         from ..kernels.launch import launch_barrier

@@ -128,7 +128,7 @@ def measured_by_replays(run: Run, spoiled: bool) -> tuple[list[RankRecord] | str
         patch.setattr(graph, "why_eager", lambda run, device: None)
         patch.setattr(graph.Replay, "__init__", counted)
         if spoiled:
-            patch.setattr(DeviceLayer, "_combine", lambda self: setattr(self, "back_G", self.rows_pulled_G))
+            patch.setattr(DeviceLayer, "_combine", lambda self: setattr(self, "back_BG", self.rows_pulled_BG))
         try:
             return pool.run(measure_batches, run), len(captures)
         except UserError as error:

@@ -43,7 +43,7 @@ def serve(group, x_table, rank: int, dedup: bool, w13: Tensor, w2: Tensor, out: 
     mine = slice(rank * group.slots_per_rank, (rank + 1) * group.slots_per_rank)
     served = serve_tokens(group, rank) if dedup else serve_assignments(group, rank, tiling.block_m)
     rows = torch.full((len(served.list_P), HIDDEN), torch.nan)
-    pulled_G = pull(x_table, group, served, rank, rows, barrier, blocks=2)
+    pulled_BG = pull(x_table, group, served, rank, rows, barrier, blocks=2)
     if dedup:
         own = torch.full((assignments, HIDDEN), torch.nan)
         row_A = served.row_T.repeat_interleave(K)
@@ -60,7 +60,7 @@ def serve(group, x_table, rank: int, dedup: bool, w13: Tensor, w2: Tensor, out: 
         grouped_matmul(rows, place_A, w13[mine], served.alignment, True, tiling, hidden)
         grouped_matmul(hidden, None, w2[mine], served.alignment, False, tiling, out)
         assert rows[: len(used)][~real].isnan().all()
-    return pulled_G.tolist()
+    return pulled_BG.sum(0).tolist()
 
 
 def check_virtual(counts: list[int], dedup: bool) -> None:
@@ -84,10 +84,10 @@ def check_virtual(counts: list[int], dedup: bool) -> None:
         assert o_G[rank][~served_T].isnan().all()
     for rank in range(ranks):
         out = torch.full((tokens, HIDDEN), torch.nan)
-        pulled_G = combine(address_table(o_G), group, rank, out, dedup, blocks=2)
+        pulled_BG = combine(address_table(o_G), group, rank, out, dedup, blocks=2)
         mine_n = group.plan.perm_T[group.plan.owner_T[group.plan.perm_T] == rank]
         twin, pulled_by_twin_G = exchange.combine(o_G, mine_n, group.slots_Tk, group.weights_Tk, per_rank, dedup)
-        assert torch.equal(out[: counts[rank]], twin) and pulled_G.tolist() == pulled_by_twin_G
+        assert torch.equal(out[: counts[rank]], twin) and pulled_BG.sum(0).tolist() == pulled_by_twin_G
         torch.testing.assert_close(out[: counts[rank]], expected_TH[mine_n], rtol=1e-4, atol=1e-5)
         assert out[counts[rank] :].isnan().all()
 
@@ -99,10 +99,10 @@ def check_pull_twin() -> None:
     served = serve_tokens(group, 1)
     here = served.list_P[: int(served.limit_1[0])]
     rows = torch.full((7, HIDDEN), torch.nan)
-    pulled_G = pull(address_table(x_G), group, served, 1, rows, blocks=1)
+    pulled_BG = pull(address_table(x_G), group, served, 1, rows, blocks=1)
     expected, pulled_by_twin_G = exchange.pull(x_G, group.plan, here)
     assert torch.equal(rows[: len(here)], expected) and torch.equal(expected, x_TH[here])
-    assert pulled_G.tolist() == pulled_by_twin_G and rows[len(here) :].isnan().all()
+    assert pulled_BG.sum(0).tolist() == pulled_by_twin_G and rows[len(here) :].isnan().all()
 
 
 def rounds(number: int, dedup: bool, synced: bool) -> int:

@@ -55,11 +55,10 @@ def test_every_kernel_fits_every_target_without_a_spill(compiled: dict[str, dict
 @pytest.mark.parametrize("target", NVIDIA)
 def test_nvidia_reads_and_writes_peer_rows_with_128_bits(compiled: dict[str, dict[str, Any]], target: str) -> None:
     for name, ptx in peers(compiled, target).items():
-        each_peer = (
-            8 if name.startswith(("srs", "combine")) else 1
-        )  # 8 warps x 32 lanes x 16 bytes: a row of 2,048 bf16
-        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= each_peer, name
-        assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= 1, name
+        # 8 warps x 32 lanes x 16 bytes are a row of 2,048 bf16; a step reads 8: one of each peer, or of anybody's
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8, name
+        written = 1 if name.startswith(("srs", "combine")) else 8
+        assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= written, name
         if "ids" not in name:  # k int16 ids have lanes of their own
             assert not re.search(r"(ld|st)\.global\S*\.b16", ptx), name
 
