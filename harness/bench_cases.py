@@ -25,6 +25,8 @@ from .reference.experts import experts_loop
 from .reference.ranking import TokenRanking, rank_tokens_by_sort
 from .transport.pull import address_table
 
+SEED = 0
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -58,7 +60,8 @@ class Bar:
 @dataclass(frozen=True)
 class Case:
     """variants: name -> what is timed, returning its results. expected: the results, within `tolerance` (relative, and
-    absolute where `tolerance` > 0). outputs: buffers filled with NaN before every check. moved_bytes: read and written."""
+    absolute where `tolerance` > 0). outputs: buffers filled with NaN before every check; unused: rows of them that must
+    still be NaN after it. moved_bytes: read and written."""
 
     name: str
     variants: dict[str, Callable[[], Sequence[Tensor]]]
@@ -67,12 +70,15 @@ class Case:
     outputs: Sequence[Tensor] = field(default_factory=tuple)
     moved_bytes: int = 0
     bar: Bar | None = None
+    unused: Sequence[Tensor] = field(default_factory=tuple)
 
     def check(self, name: str) -> None:
         """AssertionError when a variant's results are not those expected."""
         for tensor in self.outputs:
             tensor.fill_(torch.nan)
         self.verify(name, self.variants[name]())
+        for rows in self.unused:
+            assert rows.isnan().all(), f"{name}: wrote into rows that nobody uses"
 
     def verify(self, name: str, results: Sequence[Tensor]) -> None:
         for got, wanted in zip(results, self.expected, strict=True):
@@ -83,7 +89,7 @@ class Case:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """One after the other, so that one case's buffers are freed before the next one's are made."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     yield from shuffle_cases(sizes)
     yield ranking_case(sizes)
     yield home_case(sizes)
@@ -117,7 +123,8 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
     moved = (ranks + 1) * tokens * row_bytes
     tolerance = 2**-7 if sizes.dtype == torch.bfloat16 else 0.0
     variants["index_reduce_scatter"] = index_reduce_scatter
-    yield Case("srs", variants, expected, tolerance, out_G, moved, Bar("share", 0.8))
+    unused = [out[count:] for out, count in zip(out_G, counts, strict=True)]
+    yield Case("srs", variants, expected, tolerance, out_G, moved, Bar("share", 0.8), unused)
 
     z_G = [rows.contiguous() for rows in expected]
     z_table = address_table(z_G)
@@ -234,7 +241,9 @@ def exchange_case(sizes: Sizes, dedup: bool) -> Case:
     variants: dict[str, Callable[[], Sequence[Tensor]]] = {f"blocks={b}": partial(run, b) for b in sizes.blocks}
     variants["index_all_to_all"] = index_all_to_all
     name = "exchange_dedup" if dedup else "exchange_assignment"
-    return Case(name, variants, [total_TH[mine] for mine in mine_G], tolerance, [*o_G, *out_G, *rows_G])
+    unused = [out[count:] for out, count in zip(out_G, counts, strict=True)]
+    outputs = [*o_G, *out_G, *rows_G]
+    return Case(name, variants, [total_TH[mine] for mine in mine_G], tolerance, outputs, unused=unused)
 
 
 def _assignment_pairs(group: Group, counts_G: list[int]) -> list[list[int]]:

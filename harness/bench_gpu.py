@@ -6,14 +6,14 @@
 With two GPUs or more, shuffle and exchange between them are checked and timed too (bench_ranks.py), against NCCL's calls
 and torch's symmetric-memory operators; with one, a row says why not.
 
-Every variant is checked against the reference first, outputs filled with NaN; then it is captured in a CUDA graph, which
-is replayed 1,000 times with warm caches and 100 times after a flush of 256 MB; the last results are checked again. Where
-any variant of a case is wrong, no ratio of that case is printed and the command fails.
+Every variant is checked against the reference first, outputs filled with NaN, of which rows that nobody uses must be left;
+then it is captured in a CUDA graph, which is replayed 1,000 times with warm caches and 100 times after a flush of 256 MB, and
+called 100 times without a graph, host included; the last results are checked again. Where any variant of a case is wrong, no
+ratio of that case is printed and the command fails.
 
-A row (one JSON line): case, variant, mode (graph_warm, graph_cold, dry_run; between GPUs eager_warm, eager_cold; skipped),
-p10_us .. p99_us, moved_bytes, copy_share (of the bandwidth of one large copy, measured here), speedup over the baseline,
-bar, correct, error, reason (of a skip), and the environment. Between GPUs also ranks, tokens, ours_speedup (this variant's
-time over that of ours), busbw_gbps (nccl-tests' convention) and link_share (of the bandwidth of one large peer copy).
+The whole run is repeated (--repeats, 2: new buffers, captures and ranks each time), clocks, power and temperature are read
+before and after each; rows carry the spread of the repeats. One JSON line a row (bench_rows.py): modes graph_warm, graph_cold,
+eager_warm, between GPUs eager_warm and eager_cold, dry_run, skipped. The times of every iteration lie beside (.times.jsonl).
 """
 
 from __future__ import annotations
@@ -22,64 +22,80 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from semmoe.errors import UserError
+from semmoe.files import write_atomically
+from semmoe.rows import commit
 
+from .bench_rows import add_ratios, add_spread, between, raw_times, sentence, summary, timed_rows, without_times
+from .device_clock import SLEEP_CYCLES
 from .environment import environment, gpu_libraries, gpu_state
 
 if TYPE_CHECKING:
     from .bench_cases import Case
-    from .bench_ranks import RankSizes, Timed
 
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = 1 << 30
 REPLAYS = {"graph_warm": 1000, "graph_cold": 100}
-PERCENTILES = (10, 50, 90, 99)
+EAGER = 100
+SLEPT = 100  # replays that the host launches within one sleep of the device
 MOST_RANKS, RANK_TOKENS, RANK_ROUNDS = 8, (128, 4096), 100  # between GPUs
 
 
-def bench(out: Path, dry_run: bool) -> int:
-    """Write the rows; 0 when every variant was correct, else 1. UserError without a GPU, unless `dry_run`."""
+def bench(out: Path, dry_run: bool, repeats: int = 2) -> int:
+    """Write the rows; 0 when every variant was correct, else 1. UserError without a GPU, unless `dry_run` (one repeat)."""
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, just below
     elif not torch.cuda.is_available():
         raise UserError("bench-gpu needs a CUDA device; --dry-run checks every case on a CPU")
+    rows: list[dict[str, Any]] = []
+    for repeat in range(1 if dry_run else repeats):
+        for row in whole_run(dry_run):
+            rows.append({**row, "repeat": repeat})
+            print(sentence(row))
+    add_spread(rows)
+    wrong = sum(not row["correct"] for row in rows)
+    spreads = [row["p50_spread"] for row in rows if "p50_spread" in row]
+    write_atomically(out, "".join(json.dumps(without_times(row)) + "\n" for row in rows))
+    if spreads:
+        raw = [json.dumps(raw_times(row)) + "\n" for row in rows if "times_us" in row]
+        write_atomically(out.with_suffix(".times.jsonl"), "".join(raw))
+        print(f"medians of {repeats} repeats spread by {median(spreads):.1%} in the median, {max(spreads):.1%} at most")
+    print(f"{len(rows)} rows in {out}" + (f"; {wrong} wrong" if wrong else ""))
+    return 1 if wrong else 0
+
+
+def whole_run(dry_run: bool) -> Iterator[dict[str, Any]]:
+    """Every row once, each with the environment: the state of the GPUs before and after all of them."""
     from . import bench_cases
 
     sizes = bench_cases.DRY if dry_run else bench_cases.FULL
     about = {
         **environment(sizes.ranks),
         **gpu_environment(),
+        "commit": commit(),
+        "seed": bench_cases.SEED,
         "transport": "virtual",
         "kernel_path": kernel_path(dry_run),
     }
     copy_gbps = None if dry_run else copy_bandwidth_gbps()
-    wrong = 0
     rows: list[dict[str, Any]] = []
     for case in bench_cases.cases(sizes):
-        made = run_case(case, copy_gbps)
-        wrong += sum(not row["correct"] for row in made)
-        rows += [{**row, "copy_gbps": copy_gbps, "environment": about} for row in made]
-        for row in made:
-            print(sentence(row))
-    for row in rank_rows(dry_run):
-        wrong += not row["correct"]
-        rows.append({**row, "environment": about | between(row)})
-        print(sentence(row))
+        rows += [{**row, "copy_gbps": copy_gbps, "environment": about} for row in run_case(case, copy_gbps)]
+    rows += [{**row, "environment": about | between(row)} for row in rank_rows(dry_run)]
     after = [] if dry_run else gpu_state()
     for row in rows:
         row["environment"]["gpu_state_after"] = after
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} rows in {out}" + (f"; {wrong} wrong" if wrong else ""))
-    return 1 if wrong else 0
+    yield from rows
 
 
 def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
@@ -98,23 +114,6 @@ def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
     if all(row["correct"] for row in rows):
         add_ratios(rows, case, copy_gbps)
     return rows
-
-
-def add_ratios(rows: list[dict[str, Any]], case: Case, copy_gbps: float | None) -> None:
-    """copy_share and speedup (medians of one mode), and whether the bar is met: of the cold rows, shares need memory."""
-    for row in rows:
-        if "p50_us" not in row:
-            continue
-        if case.moved_bytes and copy_gbps:
-            row["moved_bytes"] = case.moved_bytes
-            row["copy_share"] = case.moved_bytes / row["p50_us"] / 1e3 / copy_gbps
-        if case.bar is None:
-            continue
-        if case.bar.kind == "speedup":
-            baseline = next(r for r in rows if r["variant"] == case.bar.baseline and r["mode"] == row["mode"])
-            row["speedup"] = baseline["p50_us"] / row["p50_us"]
-        reached = row["copy_share" if case.bar.kind == "share" else "speedup"]
-        row |= {"bar_kind": case.bar.kind, "bar": case.bar.value, "bar_met": reached >= case.bar.value}
 
 
 def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
@@ -145,42 +144,6 @@ def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def between(row: dict[str, Any]) -> dict[str, Any]:
-    """What differs in the environment of a row of real ranks."""
-    mode = "eager, two CPU processes" if row["transport"] == "shared" else "eager, one rank a GPU"
-    return {"transport": row["transport"], "kernel_path": row["kernel_path"], "ranks": row.get("ranks"), "mode": mode}
-
-
-def timed_rows(
-    timed_G: Sequence[Timed], sizes: RankSizes, link_gbps: float | None, about: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Rows of one case: the slowest rank of every round, then percentiles; ratios only where all variants are right."""
-    first, ranks = timed_G[0], len(timed_G)
-    base = {"case": f"ranks_{first.case}", "ranks": ranks, "tokens": sizes.tokens, **about}
-    rows: list[dict[str, Any]] = [
-        {**base, "variant": name, "mode": "skipped", "correct": True, "reason": reason}
-        for name, reason in first.skipped.items()
-    ]
-    for name, error in first.error.items():
-        known = {**base, "variant": name, "correct": error is None, "error": error}
-        modes = [mode for variant, mode in first.us if variant == name]
-        if not modes:
-            rows.append({**known, "mode": "dry_run" if not sizes.rounds else "not_timed"})
-        for mode in modes:
-            slowest = [max(round_G) for round_G in zip(*(timed.us[name, mode] for timed in timed_G), strict=True)]
-            rows.append({**known, "mode": f"eager_{mode}", **summary(slowest)})
-    ours = {row["mode"]: row["p50_us"] for row in rows if row["variant"] == "ours" and "p50_us" in row}
-    passes = {"srs": 1, "sag": 1, "srs_sag": 2}.get(first.case, 0)
-    crossed = passes * sizes.tokens * sizes.hidden * sizes.dtype.itemsize * (ranks - 1) / ranks
-    for row in rows if all(row["correct"] for row in rows) else ():
-        if row["mode"] in ours:
-            row["ours_speedup"] = row["p50_us"] / ours[row["mode"]]
-        if crossed and link_gbps and "p50_us" in row:
-            row["busbw_gbps"] = crossed / row["p50_us"] / 1e3
-            row["link_share"] = row["busbw_gbps"] / link_gbps
-    return rows
-
-
 def failure(check: Callable[[], None]) -> str | None:
     """The first line of what is wrong, or None."""
     try:
@@ -191,30 +154,51 @@ def failure(check: Callable[[], None]) -> str | None:
 
 
 def graph_times(run: Callable[[], Sequence[Tensor]]) -> tuple[dict[str, list[float]], Sequence[Tensor]]:
-    """(microseconds of every replay by mode, results of the last replay). The capture holds one call of `run`."""
+    """(microseconds of every iteration by mode, results of the last replay). The capture holds one call of `run`.
+
+    The device sleeps before every SLEPT iterations, so that launches are queued ahead of it; of "eager" ones it does not:
+    there the host counts, as without a graph it does."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(side)
+    times_us = {"eager_warm": [host_us(run) for _ in range(EAGER)]}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    times_us = {}
     for mode, replays in REPLAYS.items():
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-        torch.cuda.synchronize()
-        for start, end in events:
-            if mode == "graph_cold":
-                flush.zero_()
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        times_us[mode] = [start.elapsed_time(end) * 1e3 for start, end in events]
+        times_us[mode] = replay_times(graph.replay, replays, flush.zero_ if mode == "graph_cold" else None)
     return times_us, results
+
+
+def replay_times(
+    replay: Callable[[], Any], replays: int, flush: Callable[[], Any] | None, cuda: Any = torch.cuda
+) -> list[float]:
+    """Microseconds of every replay, by events. cuda: torch.cuda, or what stands for it."""
+    events = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
+    for at, (start, end) in enumerate(events):
+        if at % SLEPT == 0:
+            cuda.synchronize()
+            cuda._sleep(SLEEP_CYCLES)
+        if flush is not None:
+            flush()
+        start.record()
+        replay()
+        end.record()
+    cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def host_us(run: Callable[[], Any]) -> float:
+    """From an idle device to an idle device, launching included."""
+    torch.cuda.synchronize()
+    start = perf_counter_ns()
+    run()
+    torch.cuda.synchronize()
+    return (perf_counter_ns() - start) / 1e3
 
 
 def copy_bandwidth_gbps() -> float:
@@ -222,12 +206,6 @@ def copy_bandwidth_gbps() -> float:
     a, b = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     times_us, _ = graph_times(lambda: [b.copy_(a)])
     return 2 * COPY_BYTES / summary(times_us["graph_cold"])["p50_us"] / 1e3
-
-
-def summary(times_us: Sequence[float]) -> dict[str, Any]:
-    ordered = sorted(times_us)
-    ranks = {p: min(round(p / 100 * (len(ordered) - 1)), len(ordered) - 1) for p in PERCENTILES}
-    return {f"p{p}_us": ordered[at] for p, at in ranks.items()} | {"replays": len(ordered)}
 
 
 def gpu_environment() -> dict[str, Any]:
@@ -242,37 +220,17 @@ def kernel_path(dry_run: bool) -> str:
     return "triton_interpreter" if dry_run else "triton"
 
 
-def sentence(row: dict[str, Any]) -> str:
-    """One row for the terminal."""
-    head = f"{row['case']:26} {row['variant']:20} {row['mode']:11}"
-    if not row["correct"]:
-        return f"{head} WRONG: {row['error']}"
-    if row["mode"] == "skipped":
-        return f"{head} {row['reason']}"
-    if "p50_us" not in row:
-        return f"{head} correct, not timed"
-    text = f"{head} {row['p50_us']:9.1f} us (p10 {row['p10_us']:.1f}, p99 {row['p99_us']:.1f})"
-    if "copy_share" in row:
-        text += f", {row['copy_share']:.0%} of copy bandwidth"
-    if "link_share" in row:
-        text += f", {row['busbw_gbps']:.0f} GB/s bus, {row['link_share']:.0%} of a peer copy"
-    if "ours_speedup" in row:
-        text += f", ours {row['ours_speedup']:.2f}x as fast"
-    if "speedup" in row:
-        text += f", {row['speedup']:.2f}x"
-    if "bar" in row:
-        text += f", bar {row['bar']:g} {'met' if row['bar_met'] else 'missed'}"
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check and time every kernel on one GPU with virtual ranks.")
     parser.add_argument("--out", type=Path, help="default results/gpu.jsonl, dry runs results/runs/gpu_dry_run.jsonl")
+    parser.add_argument("--repeats", type=int, default=2, help="of the whole run (default 2), for the spread")
     parser.add_argument("--dry-run", action="store_true", help="check every case on a CPU, time nothing")
     chosen = parser.parse_args(arguments)
     usual = Path("results/runs/gpu_dry_run.jsonl" if chosen.dry_run else "results/gpu.jsonl")
+    if chosen.repeats < 1:
+        parser.error("--repeats must be at least 1")
     try:
-        return bench(chosen.out or usual, chosen.dry_run)
+        return bench(chosen.out or usual, chosen.dry_run, chosen.repeats)
     except UserError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2

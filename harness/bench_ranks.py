@@ -56,23 +56,27 @@ class RankSizes:
 
 @dataclass(frozen=True, eq=False)
 class RankCase:
-    """variants: name -> call that returns this rank's result, `expected` within `tolerance`. skipped: name -> why."""
+    """variants: name -> call that returns this rank's result, `expected` within `tolerance`. skipped: name -> why.
+    port_bytes: name -> payload that crosses the busiest rank's port, one way, as nccl-tests' bus bandwidth counts it."""
 
     name: str
     variants: dict[str, Callable[[], Tensor]]
     expected: Tensor
     tolerance: float
     skipped: dict[str, str] = field(default_factory=dict)
+    port_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank has of one case. error: variant -> what is wrong, or None; us: (variant, mode) -> microseconds."""
+    """What one rank has of one case. error: variant -> what is wrong, or None; us: (variant, mode) -> microseconds;
+    port_bytes: variant -> see RankCase."""
 
     case: str
     error: dict[str, str | None]
     skipped: dict[str, str]
     us: dict[tuple[str, str], list[float]]
+    port_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def bench_ranks(context: RankContext, sizes: RankSizes, cases: tuple[str, ...] = CASES) -> list[Timed]:
@@ -88,7 +92,7 @@ def bench_ranks(context: RankContext, sizes: RankSizes, cases: tuple[str, ...] =
         skipped = case.skipped | {name: text for name, text in told.items() if text and text.startswith(UNABLE)}
         error = {name: text for name, text in told.items() if name not in skipped}
         right = {name: case.variants[name] for name, text in error.items() if text is None}
-        done.append(Timed(case.name, error, skipped, time_all(right, sizes.rounds, device)))
+        done.append(Timed(case.name, error, skipped, time_all(right, sizes.rounds, device), case.port_bytes))
     return done
 
 
@@ -145,7 +149,14 @@ def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> li
     low = sizes.dtype == torch.bfloat16
     expected = {"srs": mine_nH, "sag": sum_TH, "srs_sag": sum_TH}
     tolerance = 5e-2 if low else 1e-5  # libraries sum bf16 in their own order
-    cases = [RankCase(name, made[name], expected[name], tolerance, skipped[name]) for name in made]
+    once = (
+        (tokens - tokens // ranks) * sizes.hidden * sizes.dtype.itemsize
+    )  # equal counts; an all-reduce is both passes
+    crossed = {"srs": once, "sag": once, "srs_sag": 2 * once}
+    cases = [
+        RankCase(name, calls, expected[name], tolerance, skipped[name], dict.fromkeys(calls, crossed[name]))
+        for name, calls in made.items()
+    ]
     return [*cases, exchange_case(sizes, transport, sum_TH.chunk(ranks)[rank].contiguous())]
 
 
@@ -153,9 +164,9 @@ def exchange_case(sizes: RankSizes, transport: Transport, x_nH: Tensor) -> RankC
     """Dispatch and combine by the dispatchers, over the transport, against the library's all-to-all."""
     ranks, rank, device = transport.ranks, transport.rank, x_nH.device
     per_rank, tokens = sizes.experts // ranks, len(x_nH)
-    drawn = torch.Generator().manual_seed(2 + rank)
-    slots_nk = torch.rand(tokens, sizes.experts, generator=drawn).argsort(1)[:, : sizes.top_k].to(device)
-    weights_nk = torch.rand(tokens, sizes.top_k, generator=drawn).to(device)
+    slots_Gnk = [_drawn_slots(sizes, tokens, source) for source in range(ranks)]
+    slots_nk = slots_Gnk[rank].to(device)
+    weights_nk = torch.rand(tokens, sizes.top_k, generator=torch.Generator().manual_seed(2 + rank)).to(device)
     weights_nk = weights_nk / weights_nk.sum(dim=1, keepdim=True) / sizes.experts
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sizes.dtype]
 
@@ -196,7 +207,26 @@ def exchange_case(sizes: RankSizes, transport: Transport, x_nH: Tensor) -> RankC
         "ours_by_assignment": lambda: dispatched("a2a_assignment"),
         "index_all_to_all": library,
     }
-    return RankCase("exchange", variants, expected_nH.to(x_nH.dtype), 5e-2 if dtype == "bf16" else 1e-5)
+    row_bytes = sizes.hidden * sizes.dtype.itemsize
+    port_rows = {dedup: _port_rows([slots // per_rank for slots in slots_Gnk], dedup) for dedup in (True, False)}
+    crossed = {name: 2 * port_rows[name == "ours"] * row_bytes for name in variants}
+    tolerance = 5e-2 if dtype == "bf16" else 1e-5
+    return RankCase("exchange", variants, expected_nH.to(x_nH.dtype), tolerance, port_bytes=crossed)
+
+
+def _drawn_slots(sizes: RankSizes, tokens: int, rank: int) -> Tensor:
+    """[n, k] different experts of each token at home on a rank, every expert alike."""
+    drawn = torch.rand(tokens, sizes.experts, generator=torch.Generator().manual_seed(1000 + rank))
+    return drawn.argsort(1)[:, : sizes.top_k]
+
+
+def _port_rows(serving_Gnk: list[Tensor], dedup: bool) -> int:
+    """Rows that cross the busiest rank's port in a dispatch: a row per remote assignment, or per distinct remote rank."""
+    ranks = len(serving_Gnk)
+    served_GnG = [torch.nn.functional.one_hot(serving_nk, ranks).sum(1) for serving_nk in serving_Gnk]
+    rows_GG = torch.stack([(served.clamp(max=1) if dedup else served).sum(0) for served in served_GnG])
+    rows_GG.fill_diagonal_(0)
+    return int(torch.maximum(rows_GG.sum(0), rows_GG.sum(1)).max())
 
 
 def time_all(

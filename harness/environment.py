@@ -39,11 +39,14 @@ def environment(ranks: int, where: str = "CPU processes") -> dict[str, Any]:
 
 
 def gpu_libraries() -> dict[str, Any]:
-    """CUDA and NCCL of this torch."""
+    """CUDA and NCCL of this torch, and how the GPUs of the machine are joined."""
     import torch
 
+    from .nvlink import nvlink_text, uuids
+
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": nccl}
+    topology = f"{torch.cuda.device_count()} GPUs, {nvlink_text(uuids())}"
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": nccl, "topology": topology}
 
 
 def gpu_state() -> list[dict[str, str]]:

@@ -30,6 +30,13 @@ def nvlink_text(uuids: Sequence[str], nvml: Any = None) -> str:
     return f"NVLink between {len(pairs) - len(apart)} of {len(pairs)} pairs (not {named}: expect PCIe times there)"
 
 
+def uuids() -> list[str]:
+    """Of the GPUs that this process sees."""
+    import torch
+
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
+
+
 def _joined(nvml: Any, one: Any, other: Any) -> bool:
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)

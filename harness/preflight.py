@@ -26,7 +26,7 @@ from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
 from .fixed import largest_sizes, total_bytes
-from .nvlink import nvlink_text
+from .nvlink import nvlink_text, uuids
 from .pool import Pool
 from .stack import max_home_tokens
 from .transport.choose import STAGE_BYTES, rank_device
@@ -99,7 +99,7 @@ def look(context: RankContext, transport: str) -> Found:
         dist.is_nccl_available(),
         _port_error(),
         tuple(symmetric_problems(context.ranks)) if transport == "symmetric" else (),
-        nvlink_text(_uuids()) if on_gpu and not device.index else "",
+        nvlink_text(uuids()) if on_gpu and not device.index else "",
     )
 
 
@@ -151,11 +151,6 @@ def _short(what: str, wanted: int, free: int) -> list[str]:
         f"{what}: {wanted / GIB:.2f} GiB are needed, {free / GIB:.2f} GiB are free; use a smaller model_scale, fewer slots "
         "or tokens, or more ranks"
     ]
-
-
-def _uuids() -> list[str]:
-    """Of the GPUs that this process sees."""
-    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
 
 
 def _free(folder: str) -> int:

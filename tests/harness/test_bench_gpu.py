@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 
 import torch
 
-from harness import bench_gpu, bench_ranks
+from harness import bench_gpu, bench_ranks, bench_rows
 from harness.bench_cases import Bar, Case
 from harness.bench_ranks import RankSizes, Timed
 from harness.pool import RankPool
 from harness.symmetric_ops import OPERATORS, SymmetricOps
 from harness.worker import RankContext
+from tests.harness.fake_cuda import Cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +79,7 @@ def test_speedup_is_the_baseline_over_ours_and_held_against_the_bar(monkeypatch,
     ours, theirs = bench_gpu.run_case(case(right=True), copy_gbps=1000.0)
     assert ours["speedup"] == pytest.approx(30 / ours_us) and ours["bar_met"] is met
     assert theirs["speedup"] == 1.0
-    assert f"{ours['speedup']:.2f}x" in bench_gpu.sentence(ours)
+    assert f"{ours['speedup']:.2f}x" in bench_rows.sentence(ours)
 
 
 def test_share_of_the_copy_bandwidth_is_bytes_over_time(monkeypatch) -> None:
@@ -94,7 +95,7 @@ def test_a_wrong_variant_is_not_timed_and_no_ratio_of_its_case_is_given(monkeypa
     """Negative control."""
     timed(monkeypatch, 20.0)
     ours, theirs = bench_gpu.run_case(case(right=False), copy_gbps=1000.0)
-    assert not ours["correct"] and ours["mode"] == "not_timed" and "WRONG" in bench_gpu.sentence(ours)
+    assert not ours["correct"] and ours["mode"] == "not_timed" and "WRONG" in bench_rows.sentence(ours)
     assert theirs["correct"] and "speedup" not in theirs and "bar_met" not in theirs
 
 
@@ -106,7 +107,7 @@ def test_results_that_go_wrong_only_in_replays_are_caught(monkeypatch) -> None:
 
 def test_one_gpu_has_no_ranks_to_exchange_between() -> None:
     (row,) = bench_gpu.rank_rows(dry_run=False, gpus=1)
-    assert row["mode"] == "skipped" and "two GPUs" in bench_gpu.sentence(row)
+    assert row["mode"] == "skipped" and "two GPUs" in bench_rows.sentence(row)
 
 
 SIZES = RankSizes(24, 32, 8, 2, torch.float32, "shared", "torch", rounds=2)
@@ -170,13 +171,13 @@ def test_every_library_operator_ends_with_our_tensors_and_one_that_cannot_run_is
     with RankPool(2) as pool:
         done = pool.run(with_library_task, "multimem_all_reduce_")
     for timed in zip(*done, strict=True):
-        rows = bench_gpu.timed_rows(timed, SIZES, 100.0, {})
+        rows = bench_rows.timed_rows(timed, SIZES, 100.0, {})
         assert all(row["correct"] for row in rows), rows
         for row in rows:
             if row["variant"] == "symm_mem.multimem_all_reduce_":
                 assert row["mode"] == "skipped" and row["reason"] == "cannot run here: multicast is not set up"
             else:
-                assert row["mode"] == "eager_warm" and row["ours_speedup"] > 0 and row["replays"] == 2
+                assert row["mode"] == "eager_warm" and row["ours_speedup"] > 0 and row["iterations"] == 2
     variants = {name for timed in done[0] for name in timed.error}
     assert {f"symm_mem.{name}" for name in OPERATORS} - variants == {"symm_mem.multimem_all_reduce_"}
 
@@ -184,14 +185,70 @@ def test_every_library_operator_ends_with_our_tensors_and_one_that_cannot_run_is
 def test_time_between_ranks_is_the_slowest_rank_of_each_round_and_no_ratio_where_one_is_wrong() -> None:
     def timed(ours: list[float], error: str | None) -> Timed:
         us = {("ours", "cold"): ours} | ({} if error else {("library", "cold"): [30.0, 30.0, 30.0]})
-        return Timed("srs", {"ours": None, "library": error}, {}, us)
+        return Timed("srs", {"ours": None, "library": error}, {}, us, {"ours": 1536, "library": 1536})
 
     right = [timed([10.0, 20.0, 90.0], None), timed([5.0, 40.0, 1.0], None)]
-    ours, library = bench_gpu.timed_rows(right, SIZES, 0.001, {})
+    ours, library = bench_rows.timed_rows(right, SIZES, 0.001, {})
     assert ours["p50_us"] == 40.0 and ours["mode"] == "eager_cold" and library["ours_speedup"] == 30 / 40
-    crossed = 24 * 32 * 4 / 2  # half of the rows go to the other rank
-    assert ours["busbw_gbps"] == pytest.approx(crossed / 40.0 / 1e3)
+    assert ours["busbw_gbps"] == pytest.approx(1536 / 40.0 / 1e3)
     assert ours["link_share"] == pytest.approx(ours["busbw_gbps"] / 0.001)
     wrong = [timed([10.0], "rows differ"), timed([10.0], "rows differ")]
-    ours, library = bench_gpu.timed_rows(wrong, SIZES, 0.001, {})
+    ours, library = bench_rows.timed_rows(wrong, SIZES, 0.001, {})
     assert library["mode"] == "not_timed" and not library["correct"] and "ours_speedup" not in ours
+
+
+def test_a_variant_that_writes_rows_which_nobody_uses_is_wrong() -> None:
+    """Negative control of the poison: the results alone look right."""
+    buffer = torch.empty(5)
+
+    def writes(rows: int):
+        buffer[:rows] = 1.0
+        return [buffer[:3]]
+
+    variants = {"ours": lambda: writes(3), "theirs": lambda: writes(5), "less": lambda: writes(2)}
+    toy = Case("toy", variants, [torch.ones(3)], outputs=[buffer], unused=[buffer[3:]])
+    ours, theirs, less = bench_gpu.run_case(toy, copy_gbps=None)
+    assert ours["correct"] and not theirs["correct"] and "nobody uses" in theirs["error"]
+    assert not less["correct"], "an unwritten row is still NaN"
+
+
+def test_replays_are_launched_while_the_device_sleeps_and_flushed_before_the_clock_starts() -> None:
+    cuda = Cuda()
+    flush = lambda: cuda.launch("flush", 7.0)  # noqa: E731
+    times_us = bench_gpu.replay_times(lambda: cuda.launch("graph", 0.25), 150, flush, cuda)
+    assert times_us == [250.0] * 150
+    each = ["flush", "event", "graph", "event"]
+    assert cuda.log == ["sleep", *each * 100, "sleep", *each * 50]
+
+
+def test_a_run_is_repeated_whole_and_rows_carry_the_spread(monkeypatch, tmp_path: Path, capsys) -> None:
+    medians = iter([9.0, 11.0, 10.0])
+
+    def whole_run(dry_run: bool):
+        base = {"case": "toy", "correct": True, "error": None, "environment": {}}
+        yield {**base, "variant": "ours", "mode": "graph_warm", **bench_rows.summary([next(medians)] * 3)}
+        yield {**base, "variant": "-", "mode": "skipped", "reason": "one GPU"}
+
+    monkeypatch.setattr(bench_gpu, "whole_run", whole_run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert bench_gpu.bench(tmp_path / "rows.jsonl", dry_run=False, repeats=3) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    timed = [row for row in rows if row["mode"] == "graph_warm"]
+    assert [row["repeat"] for row in timed] == [0, 1, 2] and {row["p50_spread"] for row in timed} == {0.2}
+    assert not any("times_us" in row for row in rows)
+    raw = [json.loads(line) for line in (tmp_path / "rows.times.jsonl").read_text().splitlines()]
+    assert [line["times_us"][0] for line in raw] == [9.0, 11.0, 10.0] and raw[2]["repeat"] == 2
+    assert "3 repeats spread by 20.0%" in capsys.readouterr().out
+
+
+def test_without_a_graph_nothing_is_held_against_a_bar(monkeypatch) -> None:
+    modes = {"eager_warm": [40.0], "graph_warm": [20.0]}
+    monkeypatch.setattr(bench_gpu, "graph_times", lambda run: (modes, run()))
+    rows = bench_gpu.run_case(case(right=True), copy_gbps=1000.0)
+    assert {row["mode"]: "bar_met" in row for row in rows} == {"eager_warm": False, "graph_warm": True}
+
+
+def test_bytes_across_the_busiest_port_of_an_exchange() -> None:
+    """Two ranks, two tokens each, served by ranks 0 and 1 of two choices."""
+    serving = [torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 1], [1, 1]])]
+    assert bench_ranks._port_rows(serving, dedup=False) == 3 and bench_ranks._port_rows(serving, dedup=True) == 2

@@ -12,6 +12,7 @@ from harness.links import PortMeter, link_of, port_bytes  # noqa: E402
 from semmoe.collective import Collective  # noqa: E402
 from semmoe.results import COLUMNS  # noqa: E402
 from semmoe.traffic import Traffic  # noqa: E402
+from tests.harness.fake_cuda import Cuda  # noqa: E402
 
 
 def traffic(*collectives: Collective, ranks: int = 4) -> Traffic:
@@ -67,43 +68,6 @@ def test_without_a_link_or_without_phases_there_is_no_share():
     assert ports.columns({"dispatch_ms": 1.0}, None, "none")["dispatch_link_share"] is None
     assert not [name for name in ports.columns({}, None, "none") if "busbw" in name], "inside a CUDA graph"
     assert PortMeter().columns({"dispatch_ms": 1.0}, None, "none")["local_bytes"] == 0
-
-
-class Cuda:
-    """torch.cuda as far as the clock needs it: a stream that does what is queued when somebody waits."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.queue: list[tuple[str, float, Cuda.Event | None]] = []
-        self.now_ms = 0.0
-        cuda = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-                self.at_ms = -1.0
-
-            def record(self) -> None:
-                cuda.queue.append(("event", 0.0, self))
-
-            def synchronize(self) -> None:
-                for what, ms, event in cuda.queue:
-                    cuda.now_ms += ms
-                    cuda.log.append(what)
-                    if event is not None:
-                        event.at_ms = cuda.now_ms
-                cuda.queue.clear()
-
-            def elapsed_time(self, later: Event) -> float:
-                return later.at_ms - self.at_ms
-
-        self.Event = Event
-
-    def _sleep(self, cycles: int) -> None:
-        self.queue.append(("sleep", cycles / 2e6, None))
-
-    def launch(self, what: str, ms: float) -> None:
-        self.queue.append((what, ms, None))
 
 
 def test_the_device_sleeps_and_meets_before_the_clock_starts_and_only_the_work_counts():
