@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.collective import Collective
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import Collective
 
 Int = NDArray[np.int64]
 

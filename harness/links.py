@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from semmoe.collective import Collective
 from semmoe.results import EXCHANGES
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import Collective
 
 from .device_clock import device_ns, devices_meet
 from .pool import Pool

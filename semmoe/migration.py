@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from .placement.base import Placement
-from .wiring import Int, Wiring
+from .traffic.wiring import Int, Wiring
 
 
 def aligned(new: Placement, old: Placement, wiring: Wiring, per_layer: bool) -> Placement:

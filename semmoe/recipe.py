@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dispatch import DispatchSpec
-from .locality import LocalityMeter
 from .placement.base import Placement, PlacementPolicy, PlacementProblem, place_checked
 from .planning import ReplicaRouter, StepPlanner
 from .predict.base import FIXED_POINT
@@ -25,7 +24,8 @@ from .serving.workload import batches
 from .specs import ClusterSpec, ModelSpec
 from .trace import RoutingTrace
 from .traffic import count_traffic
-from .wiring import Wiring
+from .traffic.locality import LocalityMeter
+from .traffic.wiring import Wiring
 
 PLANNED_ORDERS = 8
 

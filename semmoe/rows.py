@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .locality import LocalityMeter
+from .traffic.locality import LocalityMeter
 
 MOST_RANKS_IN_PAIRS = 64
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from .decisions import Traced
 from .dispatch import DispatchSpec
 from .heads import Heads
-from .locality import LocalityMeter
 from .planning import StepPlanner
 from .recipe import Fitted, Recipe
 from .rows import commit, label
@@ -24,6 +23,7 @@ from .serving.workload import Workload, batches
 from .settings import settings_digest
 from .specs import ClusterSpec, ModelSpec, digest
 from .trace import RoutingTrace
+from .traffic.locality import LocalityMeter
 
 LIMITS = tuple(f.name for f in fields(ServingLimits))
 

@@ -148,7 +148,7 @@ class ClusterSpec:
     """Ranks, link tiers and measured or fitted costs of one machine or group of machines.
 
     gbps = 10^9 bytes per second, per rank and direction; nic_gbps per NIC. `nics_per_node` 0: one a rank; more: a rank
-    stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): semmoe/wiring.py;
+    stripes over its own; fewer: neighbours share one. `fabric` between nodes, `nodes_per_leaf` (0: all): traffic/wiring.py;
     `oversubscription`: capacity of a leaf's NICs over that of its uplinks. `cores` > 0 marks a CPU machine whose ranks
     share that many cores: rank r runs on core r modulo cores, and a layer waits for the core with most work.
     `mixed_decode`: time of decodes that share an attention call with a prefill chunk over their time alone; 1: unknown.

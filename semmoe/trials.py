@@ -21,13 +21,13 @@ from .config import conf_dir, group_options
 from .dispatch import DispatchSpec
 from .errors import UserError, nearest
 from .heads import Heads
-from .locality import LocalityMeter
 from .placement.base import Placement, PlacementProblem, check_divisible
 from .plugins import instantiate
 from .profile import Profile
 from .recipe import Fitted, Recipe
 from .specs import ClusterSpec, ModelSpec
 from .trace import RoutingTrace
+from .traffic.locality import LocalityMeter
 
 Options = dict[str, Any]
 

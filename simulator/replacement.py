@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.collective import Collective
 from semmoe.heads import Heads
 from semmoe.migration import aligned, moved_experts_LGG
 from semmoe.recipe import learn
@@ -28,6 +27,7 @@ from semmoe.run import Run
 from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import Collective
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.locality import LocalityMeter
 from semmoe.planning import StepPlanner
 from semmoe.serving import StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, with_collectives
+from semmoe.traffic.locality import LocalityMeter
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel

@@ -3,7 +3,7 @@
 Nodes: ("rank", g), ("switch", node), ("nic", n, "out" or "in"), ("leaf", f), ("spine",). Every edge is one direction of a
 link and carries its `tier` ("port": rank to switch or back; "mesh": rank to rank; "nic": rank to leaf switch and back;
 "spine": leaf to spine and back) and its capacity in GB/s. A row from rank s to rank d loads every edge of its path; a path
-inside a node never leaves it. Which rank hangs where: semmoe/wiring.py; tests hold its fast counts to this graph.
+inside a node never leaves it. Which rank hangs where: semmoe/traffic/wiring.py; tests hold its fast counts to this graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from semmoe.errors import UserError
 from semmoe.specs import ClusterSpec
-from semmoe.wiring import Wiring
+from semmoe.traffic.wiring import Wiring
 
 TIERS = ("port", "mesh", "nic", "spine")
 

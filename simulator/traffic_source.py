@@ -23,10 +23,10 @@ from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
 from semmoe.replica_router import Local
-from semmoe.route_counts import Counts
 from semmoe.serving import StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, count_trace_rows, count_traffic, with_collectives
-from semmoe.wiring import Wiring
+from semmoe.traffic.route_counts import Counts
+from semmoe.traffic.wiring import Wiring
 
 Float = NDArray[np.float64]
 PRIOR = 32.0  # tokens

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from semmoe.builder import RunBuilder
 from semmoe.config import conf_dir
-from semmoe.locality import LocalityMeter
 from semmoe.run import Run
+from semmoe.traffic.locality import LocalityMeter
 
 from .. import app
 from ..app import step_timer

@@ -6,7 +6,7 @@ Inside a node of n ranks, with nccl-tests' count of bytes and curve_n the measur
 
 All-reduce: S_eq is the buffer. On a mesh the largest pair has one link to itself: S_eq >= n * largest pair. Between
 nodes the busiest NIC or the busiest uplinks of a leaf switch count: nic_alpha + NIC load / nic_gbps, or uplink load over
-their capacity (semmoe/wiring.py, semmoe/ports.py); the tiers overlap, the slower one counts. A curve measured over other
+their capacity (semmoe/traffic/wiring.py, ports.py); the tiers overlap, the slower one counts. A curve measured over other
 numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Where a calibration
 measured skewed exchanges (ClusterSpec.skew), the busiest port and the hottest pair count by its weights (law:
 harness/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
@@ -24,12 +24,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.collective import Collective
 from semmoe.dispatch import METADATA_BYTES, DispatchSpec
 from semmoe.errors import UserError
-from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import Collective
+from semmoe.traffic.over_ranks import most
 
 from ..topology import Topology
 from .curves import Blend, CurveSet

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.collective import TOWARDS_HOME, Collective
 from semmoe.errors import UserError
-from semmoe.ports import relay
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import TOWARDS_HOME, Collective
+from semmoe.traffic.ports import relay
 
 from ..flows import busiest_link_us, exchange_us
 from .collectives import CollectiveCost

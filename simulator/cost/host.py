@@ -37,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec, ModelSpec
+from semmoe.traffic.over_ranks import most
 
 from .dense import GemmLaw
 

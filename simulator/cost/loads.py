@@ -11,10 +11,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from semmoe.collective import Collective
-from semmoe.over_ranks import most
-from semmoe.ports import Ports
-from semmoe.wiring import Wiring
+from semmoe.traffic.collective import Collective
+from semmoe.traffic.over_ranks import most
+from semmoe.traffic.ports import Ports
+from semmoe.traffic.wiring import Wiring
 
 Float = NDArray[np.float64]
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError, nearest
-from semmoe.over_ranks import most
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
+from semmoe.traffic.over_ranks import most
 
 from .attention import AttentionCost, AttentionLoad
 from .collectives import CollectiveCost

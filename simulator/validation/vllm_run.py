@@ -22,9 +22,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from semmoe.locality import LocalityMeter
 from semmoe.schedule.base import RankStates
 from semmoe.serving import DECODE, Request, ServingLimits, ServingLoop, StepPlan, Stretch, TokenRows
+from semmoe.traffic.locality import LocalityMeter
 
 from ..engine import simulate_serving
 from ..layer import LayerTimes

@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement
 from semmoe.planning import StepPlanner
 from semmoe.plugins import instantiate
@@ -28,6 +27,7 @@ from semmoe.serving import Request, ServingLimits, ServingLoop
 from semmoe.serving.workload import Workload
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.trace import RoutingTrace
+from semmoe.traffic.locality import LocalityMeter
 from simulator.cost.model import CostModel
 from simulator.engine import simulate_serving
 from simulator.step_timer import StepTimer, Timeline

@@ -18,13 +18,13 @@ import pytest
 import yaml
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement
 from semmoe.planning import StepPlanner
 from semmoe.plugins import instantiate
 from semmoe.replica_router import Local
 from semmoe.specs import ClusterSpec
 from semmoe.trace import RoutingTrace
+from semmoe.traffic.locality import LocalityMeter
 from simulator.cost.model import CostModel
 from simulator.step_timer import StepTimer
 

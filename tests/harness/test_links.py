@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 from harness.device_clock import device_ns, devices_meet  # noqa: E402
 from harness.links import PortMeter, link_of, port_bytes  # noqa: E402
-from semmoe.collective import Collective  # noqa: E402
 from semmoe.results import COLUMNS  # noqa: E402
 from semmoe.traffic import Traffic  # noqa: E402
+from semmoe.traffic.collective import Collective  # noqa: E402
 from tests.harness.fake_cuda import Cuda  # noqa: E402
 
 

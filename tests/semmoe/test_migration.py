@@ -7,7 +7,7 @@ import pytest
 
 from semmoe.migration import aligned, moved_experts_LGG
 from semmoe.placement.base import Placement
-from semmoe.wiring import Wiring
+from semmoe.traffic.wiring import Wiring
 
 
 def placement(*layers: list[int], ranks: int = 4, experts: int = 8) -> Placement:

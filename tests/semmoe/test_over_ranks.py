@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from semmoe.over_ranks import most, total
+from semmoe.traffic.over_ranks import most, total
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 1), (3, 8), (2, 4, 6), (0, 3), (2, 0)])

@@ -9,7 +9,6 @@ from placement_problems import problem
 
 import semmoe
 from semmoe.dispatch import DispatchSpec
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import PlacementPolicy
 from semmoe.placement.contiguous import Contiguous
 from semmoe.placement.semantic import Semantic
@@ -22,6 +21,7 @@ from semmoe.schedule.semantic import Semantic as SemanticTokens
 from semmoe.serving.workload import batches
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import count_traffic
+from semmoe.traffic.locality import LocalityMeter
 
 TRACE = RoutingTrace.load(Path(semmoe.__file__).parent / "assets" / "traces" / "tiny_docs.npz")
 

@@ -7,7 +7,6 @@ import pytest
 from placement_problems import cluster, problem
 
 from semmoe.dispatch import DispatchSpec
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement
 from semmoe.placement.nodes import order_by_node
 from semmoe.placement.semantic import Semantic
@@ -18,7 +17,8 @@ from semmoe.replica_router import Local
 from semmoe.schedule.semantic import Semantic as SemanticTokens
 from semmoe.sources.synthetic import Synthetic
 from semmoe.traffic import count_traffic
-from semmoe.wiring import Wiring
+from semmoe.traffic.locality import LocalityMeter
+from semmoe.traffic.wiring import Wiring
 
 
 def test_ranks_that_talk_share_a_node() -> None:

@@ -16,7 +16,6 @@ from semmoe.assign import assign_capped
 from semmoe.config import compose_all, group_options
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement, PlacementProblem, place_checked
 from semmoe.placement.eplb import rebalance
 from semmoe.placement.exact import Exact
@@ -26,7 +25,8 @@ from semmoe.plugins import instantiate
 from semmoe.replica_router import LeastLoaded, Local
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import count_traffic
-from semmoe.wiring import Wiring
+from semmoe.traffic.locality import LocalityMeter
+from semmoe.traffic.wiring import Wiring
 
 POLICIES = group_options("placement")
 ONE_SLOT_EACH = {"exact"}  # the 0-1 program has no replicas

@@ -11,9 +11,9 @@ from semmoe.dispatch import DISPATCHERS, DispatchSpec
 from semmoe.placement.base import Placement
 from semmoe.planning import StepPlanner
 from semmoe.replica_router import Local
-from semmoe.route_counts import count_pairs, pair_sums, rank_of_slots
 from semmoe.trace import RoutingTrace
 from semmoe.traffic import count_trace_rows, count_traffic, differences
+from semmoe.traffic.route_counts import count_pairs, pair_sums, rank_of_slots
 
 
 def routes(tokens: int, layers: int, ids: int, k: int, seed: int):

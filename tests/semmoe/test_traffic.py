@@ -9,9 +9,9 @@ import pytest
 
 from semmoe.dispatch import DISPATCHERS, DispatchSpec, valid_pairs
 from semmoe.errors import UserError
-from semmoe.locality import LocalityMeter
 from semmoe.traffic import count_traffic, differences
-from semmoe.wiring import Wiring
+from semmoe.traffic.locality import LocalityMeter
+from semmoe.traffic.wiring import Wiring
 
 
 def routes(tokens: int, layers: int, slots: int, k: int, ranks: int, seed: int):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import semmoe.wiring
+import semmoe.traffic.wiring
 from semmoe.dispatch import DispatchSpec, valid_pairs
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement
 from semmoe.replica_router import Local
 from semmoe.traffic import count_trace_rows, count_traffic, differences
-from semmoe.wide import WideTraffic
-from semmoe.wiring import Wiring
+from semmoe.traffic.locality import LocalityMeter
+from semmoe.traffic.wide import WideTraffic
+from semmoe.traffic.wiring import Wiring
 
 RANKS, INNER, SLOTS = 12, 4, 24
 WIRING = Wiring(RANKS, INNER, np.arange(RANKS) // 2, np.arange(RANKS // 2) % 2)  # two ranks a NIC, two rails
@@ -22,7 +22,7 @@ WIRING = Wiring(RANKS, INNER, np.arange(RANKS) // 2, np.arange(RANKS // 2) % 2) 
 @pytest.mark.parametrize(("ranks", "slots"), [(12, 24), (10, 10), (8, 32)])
 def test_counted_straight_from_a_trace_is_what_the_routed_slots_are(dispatcher, ranks, slots, monkeypatch):
     """Replicas and none, one slot a rank and several, a last node that is not full."""
-    monkeypatch.setattr(semmoe.wiring, "PAIRS_UP_TO", 4)
+    monkeypatch.setattr(semmoe.traffic.wiring, "PAIRS_UP_TO", 4)
     rng, experts = np.random.default_rng(1), min(slots, 20)
     routes = np.argsort(rng.random((50, 2, experts)), axis=2)[:, :, :3].astype(np.int16)
     placement = Placement(np.stack([rng.permutation(slots) % experts for _ in range(2)]), ranks, (0, 1), experts)
@@ -47,7 +47,7 @@ def test_sums_by_port_are_the_sums_over_pairs(flow, dispatcher, tokens, monkeypa
     spec = DispatchSpec(flow=flow, dispatcher=dispatcher, hidden=64, top_k=3, carry_expert_ids=flow == "tp_shuffled")
     pairs, meter = count_traffic(slots, homes, SLOTS, RANKS, spec, WIRING), LocalityMeter(2, RANKS, WIRING)
     meter.add(pairs)
-    monkeypatch.setattr(semmoe.wiring, "PAIRS_UP_TO", 8)
+    monkeypatch.setattr(semmoe.traffic.wiring, "PAIRS_UP_TO", 8)
     wide, wide_meter = count_traffic(slots, homes, SLOTS, RANKS, spec, WIRING), LocalityMeter(2, RANKS, WIRING)
     wide_meter.add(wide)
     assert isinstance(wide, WideTraffic) or flow == "tp_replicated"

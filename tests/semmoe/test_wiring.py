@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semmoe.errors import UserError
-from semmoe.ports import gathered_ports, relayed_ports, straight_ports
-from semmoe.route_counts import node_copies
 from semmoe.specs import ClusterSpec
-from semmoe.wiring import Wiring
+from semmoe.traffic.ports import gathered_ports, relayed_ports, straight_ports
+from semmoe.traffic.route_counts import node_copies
+from semmoe.traffic.wiring import Wiring
 
 
 def cluster(nodes: int, ranks_per_node: int, **changes) -> ClusterSpec:

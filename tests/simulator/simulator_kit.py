@@ -10,14 +10,14 @@ import numpy as np
 import yaml
 from conftest import make_trace
 
-from semmoe.collective import Collective
 from semmoe.dispatch import DispatchSpec
-from semmoe.locality import LocalityMeter
 from semmoe.placement.base import Placement
 from semmoe.planning import StepPlanner
 from semmoe.schedule.none import NoShuffle
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic
+from semmoe.traffic.collective import Collective
+from semmoe.traffic.locality import LocalityMeter
 from simulator.cost.collectives import CollectiveCost
 from simulator.cost.model import CostModel
 from simulator.step_timer import StepTimer

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from simulator_kit import cluster, presets, price, spec, traffic_of
 
-from semmoe.collective import Collective
 from semmoe.dispatch import METADATA_BYTES
 from semmoe.errors import UserError
 from semmoe.specs import Curve
 from semmoe.traffic import count_traffic
+from semmoe.traffic.collective import Collective
 from simulator.cost.collectives import CollectiveCost
 
 EVEN = np.full((4, 4), 10)  # every rank sends 10 rows to each other; 1000 bytes a row

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from simulator_kit import cluster, spec
 
-from semmoe.collective import Collective
 from semmoe.errors import UserError
-from semmoe.ports import straight_ports
-from semmoe.route_counts import node_copies
 from semmoe.specs import ClusterSpec
-from semmoe.wiring import Wiring
+from semmoe.traffic.collective import Collective
+from semmoe.traffic.ports import straight_ports
+from semmoe.traffic.route_counts import node_copies
+from semmoe.traffic.wiring import Wiring
 from simulator.cost.flow_level import FlowCost
 from simulator.cost.loads import Loads, loads_of, loads_of_ports
 from simulator.topology import Topology

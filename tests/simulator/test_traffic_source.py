@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_app import BATCHES, SERVE, build
 
-import semmoe.wiring
+import semmoe.traffic.wiring
 from semmoe.builder import RunBuilder
 from semmoe.dispatch import valid_pairs
 from semmoe.errors import UserError
@@ -55,10 +55,10 @@ def test_what_reads_pairs_gets_them_over_more_ranks(option, builder, monkeypatch
     names = ("workload.max_batches=1", "workload.batch_tokens=32", *option.split())
     run = build(builder, *BATCHES[:1], "cluster=h100x16", *names)
     usual = simulate(run)
-    monkeypatch.setattr(semmoe.wiring, "PAIRS_UP_TO", 8)
+    monkeypatch.setattr(semmoe.traffic.wiring, "PAIRS_UP_TO", 8)
     pairs = ("assignment_pairs", "rank_pairs")  # shown where the meter keeps them
     assert {**simulate(run), **{name: usual[name] for name in pairs}} == pytest.approx(usual)
-    monkeypatch.setattr(semmoe.wiring, "NEEDED_PAIRS_UP_TO", 8)
+    monkeypatch.setattr(semmoe.traffic.wiring, "NEEDED_PAIRS_UP_TO", 8)
     with pytest.raises(UserError, match="ranks"):
         simulate(run)
 

@@ -1,7 +1,7 @@
 """Traffic over many ranks: port sums stand for the pairs, whose matrices would grow with layers * ranks^2.
 
 Counted in one pass over the routes: rows per expert, rows that each rank sends and receives, and the rows on every link of
-the dispatch (semmoe/ports.py), straight or with one copy a node. What is gathered everywhere follows from the homes alone.
+the dispatch (ports.py), straight or with one copy a node. What is gathered everywhere follows from the homes alone.
 Cost: tokens * layers * k + layers * ranks * (ranks of a node + nodes).
 """
 
@@ -13,10 +13,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dispatch import METADATA_BYTES, DispatchSpec
+from ..replica_router import home_bits, inverses, route_tile
 from .collective import Collective
-from .dispatch import METADATA_BYTES, DispatchSpec
 from .ports import Ports, gathered_ports, no_rows, relay, wiring_arrays
-from .replica_router import home_bits, inverses, route_tile
 from .traffic import Traffic
 from .wiring import Int, Wiring
 

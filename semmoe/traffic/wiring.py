@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .specs import ClusterSpec
+from ..specs import ClusterSpec
 
 Int = NDArray[np.int64]
-PAIRS_UP_TO = 64  # ranks; beyond, over several nodes, sums by port stand for pairs (semmoe/wide.py)
+PAIRS_UP_TO = 64  # ranks; beyond, over several nodes, sums by port stand for pairs (wide.py)
 NEEDED_PAIRS_UP_TO = 128  # ranks; pairs are counted so far for what cannot do without (their cost grows with ranks^2)
 
 

@@ -13,11 +13,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dispatch import METADATA_BYTES, DispatchSpec
+from ..errors import UserError
+from ..placement.base import Placement
 from .collective import Collective, PairSums
-from .dispatch import METADATA_BYTES, DispatchSpec
-from .errors import UserError
 from .over_ranks import total
-from .placement.base import Placement
 from .route_counts import count_pairs, count_rows, node_copies, rank_of_slots
 from .wiring import Int, Wiring
 
