@@ -203,6 +203,8 @@ def _axes(
     work = workload_axes(cfg["workload"])
     if flow != "dp" or not work.get("head_tokens"):
         work.pop("head_tokens", None)
+    if cfg["scope"] != "full_model":
+        work = {key: value for key, value in work.items() if key not in ("form", "context_tokens")}
     axes = {
         "model": model.name,
         "cluster": cluster.name,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .batch_form import BatchForm
 from .decisions import Traced
 from .dispatch import DispatchSpec
 from .heads import Heads
@@ -120,6 +121,11 @@ class Run:
     def kv_moves_M3(self) -> NDArray[np.int64]:
         """(source rank, destination rank, tokens) of every request whose head's KV cache moves when it is re-homed."""
         return np.zeros((0, 3), dtype=np.int64) if self.heads is None else self.heads.kv_moves_M3
+
+    @property
+    def batch_form(self) -> BatchForm:
+        """Sequences of the batches of a batches workload."""
+        return BatchForm.of(self.cfg["workload"])
 
     def batch_steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
         """(rows of the held-out trace, home rank of each row or None) of every batch of a batches workload."""

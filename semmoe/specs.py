@@ -11,6 +11,17 @@ from .errors import UserError, nearest
 from .kinds import check_kinds
 
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp4": 0.53125}  # mxfp4: 4 bits + 1 byte per 32
+WIDTHS = (
+    "hidden",
+    "expert_ffn",
+    "shared_ffn",
+    "dense_ffn",
+    "head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "rope_head_dim",
+    "v_head_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +109,14 @@ class ModelSpec:
         return self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
 
     def scaled(self, factor: float) -> ModelSpec:
-        """The same model with hidden and expert width times `factor` (multiples of 16), for machines that are too small."""
+        """The same model with every width times `factor` (multiples of 16): hidden, experts, heads, latent rows. For machines
+        that are too small. Layers, heads, experts and vocabulary keep their numbers."""
         if not 0 < factor <= 1:
             raise UserError(f"model_scale={factor} must lie in (0, 1]")
         if factor == 1:
             return self
-        widths = {name: max(16, round(getattr(self, name) * factor / 16) * 16) for name in ("hidden", "expert_ffn")}
-        return replace(self, **widths)
+        sizes = {name: getattr(self, name) for name in WIDTHS}
+        return replace(self, **{n: max(16, round(size * factor / 16) * 16) for n, size in sizes.items() if size})
 
     def weight_bytes_per_rank(self, slots_per_rank: int, attention_tp: int = 1) -> float:
         """Weights on one rank: its expert slots of every MoE layer and the replicated (or TP-split) rest."""

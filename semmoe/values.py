@@ -83,6 +83,8 @@ RULES: dict[str, Rule] = {
     "workload.head_tokens": whole(0),
     "workload.composition": among("shuffled", "sequential"),
     "workload.max_batches": or_null(whole(1)),
+    "workload.form": among("prefill", "decode"),
+    "workload.context_tokens": whole(1),
     "workload.num_requests": or_null(whole(1)),
     "workload.arrivals": among(*PROCESSES),
     "workload.rate_rps": or_null(POSITIVE),

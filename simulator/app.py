@@ -99,6 +99,7 @@ def step_timer(run: Run) -> StepTimer:
     overlap = run.kind == "serve" and bool(run.cfg["serving"]["two_batch_overlap"])
     source = expected_traffic(run, cost) if run.cfg["routing"] == "expected" else None
     timer = StepTimer(run.planner(), cost, run.meter(), full_model, run.kind == "batches", overlap, source)
+    timer.form = run.batch_form if run.kind == "batches" else timer.form
     timer.timeline.keep_traffic = KEPT_STEPS
     return timer
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from semmoe.serving import Request, ServingLoop, StepPlan, TokenRows
 
-from .cost.attention import AttentionLoad
 from .step_timer import StepTimer, Timeline, Timer
 
 Event = Generator[Any, Any, None]
@@ -128,19 +127,10 @@ def simulate_batches(
     with progress(None, "batches", show) as bar:
         for rows_T, queue_T in batches:
             timer.timeline.start_ms.append(timer.timeline.end_ms)
-            timer.run(rows_T, queue_T, batch_load(len(rows_T), queue_T, timer) if timer.full_model else None)
+            timer.run(rows_T, queue_T, timer.batch_load(len(rows_T), queue_T))
             timer.timeline.end_ms += timer.timeline.steps[-1].step_ms
             bar.update()
     return timer.timeline
-
-
-def batch_load(tokens: int, queue_T: NDArray[np.integer] | None, timer: StepTimer) -> AttentionLoad:
-    """Attention of a batch of loose tokens: as if each were the first of its prompt (no batch knows its KV lengths)."""
-    if queue_T is None:
-        count = np.array([float(tokens)])
-    else:
-        count = np.bincount(queue_T, minlength=timer.planner.ranks).astype(np.float64)
-    return AttentionLoad(count, count, count, np.zeros_like(count))
 
 
 def progress(total: int | None, what: str, show: bool) -> Any:

@@ -57,7 +57,8 @@ def time_layers(
 ) -> LayerTimes:
     """Price one forward pass. load: what attention has to do (None: scope moe_layers). No tokens take no time.
 
-    barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step."""
+    barrier_each_layer: ranks meet before every layer, as the harness does with fixed batches, and not once a step. A whole
+    model's step is timed in a pass of its own without these barriers."""
     return next(time_steps(cost, traffic, np.array([traffic.tokens]), load, barrier_each_layer).each(1))
 
 
@@ -86,12 +87,12 @@ def time_steps(
         if shared_S.any():
             phases["other"] = np.repeat(shared_S, layers // steps)
     start_ms = cost.start()
+    starts = layers // steps if barrier_each_layer and load is None else 1
+    bare_SL = sum(phases.values(), np.zeros(layers)).reshape(steps, -1)
+    step_S = bare_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S + starts * start_ms
     if start_ms and barrier_each_layer:
         phases["other"] = phases.get("other", np.zeros(layers)) + start_ms
-    elif start_ms:
-        outside_S = outside_S + start_ms
     layer_SL = sum(phases.values(), np.zeros(layers)).reshape(steps, -1)
-    step_S = layer_SL.sum(axis=1) + cost.model.num_layers * attention_S + outside_S
     if load is not None:
         step_S = np.maximum(step_S, cost.eager_ms(load))
     phases_SL = {name: ms.reshape(steps, -1) for name, ms in phases.items()}

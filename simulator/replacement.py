@@ -31,7 +31,7 @@ from semmoe.traffic.collective import Collective
 
 from .cost.attention import AttentionLoad
 from .cost.model import CostModel
-from .engine import batch_load, simulate_serving
+from .engine import simulate_serving
 from .layer import LayerTimes, time_layers
 from .step_timer import StepTimer
 from .traffic_source import TracedTraffic, TrafficSource
@@ -50,6 +50,7 @@ class ReplacingTimer(StepTimer):
 
     def __init__(self, run: Run, cost: CostModel, settings: Replacing, full_model: bool) -> None:
         super().__init__(run.planner(), cost, run.meter(), full_model, barrier_each_layer=run.kind == "batches")
+        self.form = run.batch_form if run.kind == "batches" else self.form
         self.of, self.recipe, self.fitted = run, run.recipe, run.fitted
         self.trace, self.settings = run.heldout, settings
         self.heads: Heads | None = run.heads if run.kind == "batches" else None
@@ -73,7 +74,7 @@ class ReplacingTimer(StepTimer):
         homes_T, own_load = queue_T, load
         if self.heads is not None:
             homes_T = self.heads.home_T[rows_T]
-            own_load = batch_load(len(rows_T), homes_T, self) if load is not None else None
+            own_load = self.batch_load(len(rows_T), homes_T)
             self._started_R[self.trace.request_T[rows_T]] = True
         traffic = super().run(rows_T, homes_T, own_load)
         self._seen.append(rows_T)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.batch_form import BatchForm
 from semmoe.planning import StepPlanner
 from semmoe.serving import StepPlan, Stretch, TokenRows
 from semmoe.traffic import Traffic, with_collectives
@@ -88,7 +89,7 @@ class Timer(Protocol):
 
 class StepTimer:
     """Routes, counts and prices one step. `full_model`: attention, dense layers, head and host are part of it.
-    barrier_each_layer: see time_layers.
+    barrier_each_layer: see time_layers. `form`: sequences of fixed batches.
     overlap: two-batch overlap of step plans (overlap.py). source: of each step's traffic; None: the traced routes."""
 
     def __init__(
@@ -104,6 +105,7 @@ class StepTimer:
         self.barrier_each_layer = barrier_each_layer
         self.planner, self.cost, self.full_model, self.overlap = planner, cost, full_model, overlap
         self.timeline = Timeline(meter)
+        self.form = BatchForm()
         self.source = source or TracedTraffic(planner, cost.spec, cost.network.wiring)
         plain = planner.spec.flow == "dp" and not planner.placement.has_replicas and cost.network.wiring.nodes == 1
         self._can_run_ahead = plain and not overlap
@@ -114,6 +116,13 @@ class StepTimer:
     ) -> Traffic:
         """One forward pass over these rows of the trace; its times are appended to the timeline."""
         return self._price(self.source.of_rows(rows_T, queue_T), load)
+
+    def batch_load(self, tokens: int, queue_T: NDArray[np.integer] | None) -> AttentionLoad | None:
+        """Attention of a fixed batch in the form of the workload; None: attention is no part of the scope."""
+        if not self.full_model:
+            return None
+        counts_G = [tokens] if queue_T is None else np.bincount(queue_T, minlength=self.planner.ranks).tolist()
+        return AttentionLoad.of(self.form.plan(counts_G), len(counts_G))
 
     def _price(self, traffic: Traffic, load: AttentionLoad | None) -> Traffic:
         self.timeline.meter.add(traffic)
