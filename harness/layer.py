@@ -19,7 +19,7 @@ one entry a layer and `counting.gather_traffic(transport)` gives the step's Traf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from semmoe.schedule.priced import priced_owners
 from .dispatchers import Work, local_work, make_dispatcher
 from .reference.experts import run_experts
 from .reference.gate import Gating
+from .reference.shuffle import rms_norm
 from .rehoming import combine_elsewhere, serving
 from .slot_gate import Routes, SlotGate
 from .timing import PhaseTimer
@@ -47,6 +48,9 @@ from .weights import RankWeights, WeightSource, rank_weights
 
 if TYPE_CHECKING:
     from .layer_kernels import LayerKernels
+
+
+Beside = Callable[[Tensor], Tensor]  # rows in, rows out
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +110,27 @@ class MoELayer:
         residual_TH: Tensor | None = None,
         counts_G: Sequence[int] | None = None,
         returns_T: NDArray[np.integer] | None = None,
+        norm_H: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> LayerOutput:
         """One pass. residual_TH (tp flows): replicated rows, added to the summed input. counts_G (dp): the tokens of
-        every rank, where the caller knows them; only allgather_rs would otherwise have to exchange them."""
+        every rank, where the caller knows them; only allgather_rs would otherwise have to exchange them.
+
+        norm_H (tp flows): weight of the RMSNorm between attention and experts. The layer then returns the residual
+        stream: summed input + residual + what its experts make of that, normalised. beside: the shared experts, of the
+        rows that the gate sees; in tp_replicated this rank's share of a sum over ranks."""
         self.transport.counter.start_layer()
         self.timer.start_layer()
         if self.spec.flow == "dp":
             self.transport.counter.now.homes = len(x)
             y_nH, flips, _ = self._moe(x, routes, counts_G)
-            return LayerOutput(y_nH, flips)
+            return LayerOutput(self._with_shared(y_nH, x, beside), flips)
         self.transport.counter.now.tokens = len(x)
         if self.spec.flow == "tp_replicated":
-            return self._replicated(x, routes, residual_TH)
+            return self._replicated(x, routes, residual_TH, norm_H, beside)
         if homes_T is None:
             raise UserError(f"flow {self.spec.flow} needs the home of every token")
-        return self._scattered(x, routes, homes_T, residual_TH, returns_T)
+        return self._scattered(x, routes, homes_T, residual_TH, returns_T, norm_H, beside)
 
     def _scattered(
         self,
@@ -129,20 +139,32 @@ class MoELayer:
         homes_T: NDArray[np.integer] | ShufflePlan | HomeScores,
         residual_TH: Tensor | None,
         returns_T: NDArray[np.integer] | None,
+        norm_H: Tensor | None,
+        beside: Beside | None,
     ) -> LayerOutput:
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         transport, timer = self.transport, self.timer
         plan = self._plan(homes_T, x_TH.device)
         mine_n = plan.mine_T(transport.rank)
         timer.lap("plan")
-        rows_nH = transport.srs(x_TH, plan, residual_TH, op=before)
+        if norm_H is None:
+            rows_nH = sums_nH = transport.srs(x_TH, plan, residual_TH, op=before)
+        else:
+            sums_nH, rows_nH = transport.srs_norm(x_TH, plan, residual_TH, norm_H, op=before)
         transport.counter.now.homes = len(rows_nH)
         timer.lap("srs")
         own = None if routes is None else routes.of(mine_n)
         timer.lap("permute")
         if returns_T is not None:
+            if norm_H is not None or beside is not None:
+                raise UserError(
+                    "a token scheduler that re-homes moves outputs, not residual rows: scope=moe_layers only"
+                )
             return self._rehomed(rows_nH, own, plan, ShufflePlan.from_homes(returns_T, transport.ranks, x_TH.device))
         y_nH, flips, slots_nk = self._moe(rows_nH, own, plan.counts_G)
+        y_nH = self._with_shared(y_nH, rows_nH, beside)
+        if norm_H is not None:
+            y_nH = sums_nH + y_nH
         carried = None
         if self.spec.carry_expert_ids:
             y_TH, ids_Tk = transport.sag_with_ids(y_nH, slots_nk.to(torch.int16), plan, after)
@@ -183,19 +205,37 @@ class MoELayer:
         timer.lap("sag")
         return LayerOutput(y_TH, flips, carried_Tk)
 
-    def _replicated(self, x_TH: Tensor, routes: Routes | None, residual_TH: Tensor | None) -> LayerOutput:
+    def _replicated(
+        self,
+        x_TH: Tensor,
+        routes: Routes | None,
+        residual_TH: Tensor | None,
+        norm_H: Tensor | None,
+        beside: Beside | None,
+    ) -> LayerOutput:
         timer = self.timer
         rows_TH = self.transport.all_reduce(x_TH)
-        rows_TH = rows_TH if residual_TH is None else rows_TH + residual_TH
+        rows_TH = sums_TH = rows_TH if residual_TH is None else rows_TH + residual_TH
+        if norm_H is not None:
+            rows_TH = rms_norm(sums_TH, norm_H)
         timer.lap("srs")
         slots_Tk, weights_Tk, flips = self.gate.route(rows_TH, routes, home=-1)
         timer.lap("gate")
         work, _ = local_work(rows_TH, slots_Tk, weights_Tk, self.slots_per_rank, self.transport.rank)
         timer.lap("permute")
-        out_TH = self._run_experts(work).to(self.dtype)
+        out_TH = self._with_shared(self._run_experts(work).to(self.dtype), rows_TH, beside)
         y_TH = self.transport.all_reduce(out_TH)
+        y_TH = y_TH if norm_H is None else sums_TH + y_TH
         timer.lap("sag")
         return LayerOutput(y_TH, flips)
+
+    def _with_shared(self, y: Tensor, rows: Tensor, beside: Beside | None) -> Tensor:
+        """Outputs of routed and shared experts, the latter of no phase."""
+        if beside is None:
+            return y
+        y = y + beside(rows)
+        self.timer.skip()
+        return y
 
     def _moe(
         self, x_nH: Tensor, routes: Routes | None, counts_G: Sequence[int] | None

@@ -27,6 +27,12 @@ class PhaseTimer:
         self.laps_ns.append(dict.fromkeys(PHASES, 0))
         self._last = perf_counter_ns()
 
+    def skip(self) -> None:
+        """What was done since the last lap belongs to no phase."""
+        if self._wait is not None:
+            self._wait()
+        self._last = perf_counter_ns()
+
     def lap(self, phase: str) -> None:
         if self._wait is not None:
             self._wait()

@@ -122,8 +122,13 @@ def rotate(x_BNTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def rotary_tables(config: TinyConfig, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """`rotary` of the model's heads."""
+    return rotary(config.head_dim, config.rope_theta, start, tokens)
+
+
+def rotary(head_dim: int, theta: float, start: int, tokens: int) -> tuple[Tensor, Tensor]:
     """(cos_TD, sin_TD) for positions start .. start + tokens - 1."""
-    inverse = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle_TD = torch.arange(start, start + tokens, dtype=torch.float32)[:, None] * inverse.repeat(2)
     return angle_TD.cos(), angle_TD.sin()
 

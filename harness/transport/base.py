@@ -19,6 +19,7 @@ from torch import Tensor
 from semmoe.dispatch import METADATA_BYTES
 
 from ..counting import Counter
+from ..reference import shuffle
 from .codec import bytes_of
 from .packing import as_rows, fresh, pack_bytes, row_bytes, unpack_bytes
 from .plan import ShufflePlan
@@ -62,6 +63,10 @@ class Transport(Protocol):
     counter: Counter
 
     def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor: ...
+
+    def srs_norm(
+        self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None, norm_H: Tensor, op: str = "srs"
+    ) -> tuple[Tensor, Tensor]: ...
 
     def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor: ...
 
@@ -147,6 +152,13 @@ class RowTransport:
         rows = self._reduce_scatter(chunks)
         self.counter.exchange(op, row_bytes(x_TH), [len(c) for c in chunks], [len(rows)] * self.ranks)
         return rows if residual_TH is None else rows + residual_TH.index_select(0, plan.mine_T(self.rank))
+
+    def srs_norm(
+        self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None, norm_H: Tensor, op: str = "srs"
+    ) -> tuple[Tensor, Tensor]:
+        """(rows of `srs`, those after RMSNorm with weight norm_H): what a block's feed-forward adds to, and reads."""
+        rows_nH = self.srs(x_TH, plan, residual_TH, op)
+        return rows_nH, shuffle.rms_norm(rows_nH, norm_H)
 
     def sag(self, rows_NC: Tensor, plan: ShufflePlan, op: str = "sag") -> Tensor:
         """All-gather back into original order: out[t] = rows of rank owner[t] at slot[t]; the same on every rank."""

@@ -23,7 +23,7 @@ from .packing import row_bytes
 from .plan import ShufflePlan
 
 if TYPE_CHECKING:
-    from ..kernels.launch import BarrierState
+    from ..kernels.launch import BarrierState, RMSNorm
 
 KERNEL_PATHS = ("torch", "triton")
 _ONE_LAUNCH = threading.Lock()  # Triton's interpreter is not safe with threads
@@ -76,16 +76,33 @@ class PullTransport(RowTransport):
 
     def srs(self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None = None, op: str = "srs") -> Tensor:
         if self.kernel_path == "triton":
-            from ..kernels.launch import launch_srs
+            return self._srs_by_kernel(x_TH, plan, residual_TH, None, op)
+        rows_nH, pulled_G = shuffle.srs(self._publish(x_TH), plan, self.rank, residual_TH)
+        self._release()
+        self.counter.exchange(op, row_bytes(x_TH), plan.counts_G, pulled_G)
+        return rows_nH
 
-            (peers_G,), barrier = self._offer([x_TH], [plan.tokens] * self.ranks)
-            with launching(x_TH.device):
-                rows_nH, counted_BG = launch_srs(
-                    address_table(peers_G), x_TH, plan, self.rank, residual_TH, barrier=barrier
-                )
-            pulled_G = counted_by(counted_BG, barrier)
-        else:
-            rows_nH, pulled_G = shuffle.srs(self._publish(x_TH), plan, self.rank, residual_TH)
+    def srs_norm(
+        self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None, norm_H: Tensor, op: str = "srs"
+    ) -> tuple[Tensor, Tensor]:
+        if self.kernel_path != "triton":
+            return super().srs_norm(x_TH, plan, residual_TH, norm_H, op)
+        from ..kernels.launch import RMSNorm
+
+        norm = RMSNorm(norm_H, x_TH.new_empty(plan.counts_G[self.rank], x_TH.shape[1]))
+        return self._srs_by_kernel(x_TH, plan, residual_TH, norm, op), norm.out_NH
+
+    def _srs_by_kernel(
+        self, x_TH: Tensor, plan: ShufflePlan, residual_TH: Tensor | None, norm: RMSNorm | None, op: str
+    ) -> Tensor:
+        from ..kernels.launch import launch_srs
+
+        (peers_G,), barrier = self._offer([x_TH], [plan.tokens] * self.ranks)
+        with launching(x_TH.device):
+            rows_nH, counted_BG = launch_srs(
+                address_table(peers_G), x_TH, plan, self.rank, residual_TH, barrier=barrier, norm=norm
+            )
+        pulled_G = counted_by(counted_BG, barrier)
         self._release()
         self.counter.exchange(op, row_bytes(x_TH), plan.counts_G, pulled_G)
         return rows_nH

@@ -1,0 +1,120 @@
+"""Transformer blocks in one process, the plain way: every sequence and head by itself, nothing absorbed, fused or sharded.
+
+The oracle of `harness.blocks`; it shares its seeded weights and nothing of its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from semmoe.stepplan import StepPlan
+
+from ..attention import ROPE_THETA
+from ..block_weights import BlockWeights
+
+EPS = 1e-6
+Experts = Callable[[Tensor], Tensor]  # normalised rows [T, H] -> what the routed experts of a layer make of them
+
+
+def block(
+    weights: BlockWeights,
+    layer: int,
+    x_TH: Tensor,
+    plan: StepPlan,
+    cache_queue: Callable[[int], int],
+    most_sequences: int,
+    positions: int,
+    experts: Experts | None,
+) -> Tensor:
+    """The residual stream behind decoder layer `layer`, fp32. x_TH: rows in the order of the plan's entries.
+
+    cache_queue: the queue whose caches a queue of the plan reads. experts: None in a dense layer."""
+    model = weights.model
+    rows_TH = norm(x_TH, weights.norm(layer, "input_norm", model.hidden))
+    attend = _gqa if model.attention == "gqa" else _mla
+    parts, begin, place = [x_TH.new_zeros(0, model.hidden)], 0, dict[int, int]()
+    for queue, start, count in zip(plan.rank_N.tolist(), plan.start_N.tolist(), plan.count_N.tolist(), strict=True):
+        number = place.get(queue, 0)  # of the sequence in its queue
+        place[queue] = number + 1
+        own_cH = rows_TH[begin : begin + count]
+        parts.append(attend(weights, layer, own_cH, start, cache_queue(queue), number, most_sequences, positions))
+        begin += count
+    x_TH = x_TH + torch.cat(parts)
+    rows_TH = norm(x_TH, weights.norm(layer, "post_norm", model.hidden))
+    if experts is None:
+        return x_TH + _mlp(rows_TH, *weights.mlp(layer, shared=False))
+    out_TH = experts(rows_TH)
+    if model.shared_experts:
+        out_TH = out_TH + _mlp(rows_TH, *weights.mlp(layer, shared=True))
+    return x_TH + out_TH
+
+
+def logits(weights: BlockWeights, x_BH: Tensor) -> Tensor:
+    """[B, V] of rows behind the last block."""
+    model = weights.model
+    rows_BH = norm(x_BH, weights.norm(model.num_layers, "input_norm", model.hidden))
+    return rows_BH @ weights.matrix(model.num_layers, "head", model.vocab_size, model.hidden).T
+
+
+def norm(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows / (rows.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def _gqa(
+    weights: BlockWeights, layer: int, x_cH: Tensor, start: int, queue: int, number: int, most: int, positions: int
+) -> Tensor:
+    model, matrices = weights.model, weights.gqa(layer)
+    size = model.head_dim
+    cached = weights.cache(layer, queue, (2, most, model.num_kv_heads, positions, size))[:, number, :, :start]
+    query, key, value = ((x_cH @ matrices[name].T).view(len(x_cH), -1, size) for name in "qkv")
+    query, key = turned(query, start), turned(key, start)
+    outs = []
+    for head in range(model.num_heads):
+        kv = head * model.num_kv_heads // model.num_heads
+        keys, values = torch.cat([cached[0, kv], key[:, kv]]), torch.cat([cached[1, kv], value[:, kv]])
+        outs.append(_softmax(query[:, head] @ keys.T / size**0.5, start) @ values)
+    return torch.cat(outs, dim=1) @ matrices["o"].T
+
+
+def _mla(
+    weights: BlockWeights, layer: int, x_cH: Tensor, start: int, queue: int, number: int, most: int, positions: int
+) -> Tensor:
+    model, matrices = weights.model, weights.mla(layer)
+    latent, size, rope = model.kv_lora_rank, model.head_dim, model.rope_head_dim
+    row = x_cH @ matrices["kv_down"].T
+    row_cO = torch.cat([norm(row[:, :latent], matrices["kv_norm"]), turned(row[:, None, latent:], start)[:, 0]], dim=1)
+    cached_SO = weights.cache(layer, queue, (most, positions, latent + rope))[number, :start]
+    row_SO = torch.cat([cached_SO, row_cO])
+    asked = norm(x_cH @ matrices["q_down"].T, matrices["q_norm"]) if "q_down" in matrices else x_cH
+    query = (asked @ matrices["q"].T).view(len(x_cH), model.num_heads, size + rope)
+    query = torch.cat([query[..., :size], turned(query[..., size:], start)], dim=2)
+    outs = []
+    for head in range(model.num_heads):
+        k_up, v_up = (matrices[name].view(model.num_heads, -1, latent)[head] for name in ("k_up", "v_up"))
+        keys = torch.cat([row_SO[:, :latent] @ k_up.T, row_SO[:, latent:]], dim=1)
+        score = query[:, head] @ keys.T / (size + rope) ** 0.5
+        outs.append(_softmax(score, start) @ (row_SO[:, :latent] @ v_up.T))
+    return torch.cat(outs, dim=1) @ matrices["o"].T
+
+
+def turned(x_cND: Tensor, start: int) -> Tensor:
+    """Rotary positions start, start + 1, ...: element i and i + D / 2 are the coordinates of a turned pair."""
+    half = x_cND.shape[2] // 2
+    position_c = torch.arange(start, start + len(x_cND), dtype=torch.float32)
+    angle = position_c[:, None, None] * ROPE_THETA ** (-torch.arange(half) / half)
+    low, high = x_cND[..., :half], x_cND[..., half:]
+    return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=2)
+
+
+def _softmax(score_cS: Tensor, start: int) -> Tensor:
+    """Causal: new token i sees positions 0..start + i."""
+    seen = torch.arange(score_cS.shape[1])[None] <= start + torch.arange(len(score_cS))[:, None]
+    return score_cS.masked_fill(~seen, -torch.inf).softmax(dim=1)
+
+
+def _mlp(x_TH: Tensor, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor) -> Tensor:
+    return (silu(x_TH @ gate_FH.T) * (x_TH @ up_FH.T)) @ down_HF.T
