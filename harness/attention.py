@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from semmoe.stepplan import StepPlan
+from semmoe.serving.stepplan import StepPlan
 
 from .attention_shapes import HeadShard
 from .block_weights import BlockWeights

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .errors import UserError
-from .stepplan import DECODE, PREFILL, StepPlan
+from .serving.stepplan import DECODE, PREFILL, StepPlan
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from semmoe.stepplan import StepPlan
+from semmoe.serving.stepplan import StepPlan
 
 from ..attention import ROPE_THETA
 from ..block_weights import BlockWeights
