@@ -5,7 +5,7 @@ share a stream, the order of the stream). Rows travel by the same kernels as in 
 
     dp             gate | pull, experts | combine
     allgather_rs   gate | pull all rows, experts | SRS of the answers                        (flow dp)
-    tp_*           rank tokens, SRS, gate | pull, experts | combine | SAG
+    tp_*           (homes,) rank tokens, SRS, gate | pull, experts | combine | SAG
     tp_replicated  SRS | SAG, gate, experts | SRS | SAG                                      (an all-reduce is SRS and SAG)
 
 Every rank has N places for tokens at home; token i of rank g is number g N + i of the group. How many places are taken
@@ -16,14 +16,16 @@ where `count` reads them after the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .device_plan import LayerScores
 from .fixed import FixedBuffers, Shape, answer_rows
+from .kernels.home import home_tokens
 from .kernels.launch import BarrierState, CarriedIds, launch_sag, launch_srs
 from .kernels.launch_exchange import Group, Served, combine, pull, serve_tokens
 from .kernels.rank_tokens import rank_tokens
@@ -33,14 +35,32 @@ from .reference.ranking import TokenRanking
 from .transport.packing import row_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a rank plans the homes of a layer with. after: the layer before, whose carried ids lie in its buffers when this one
+    runs (None: the first)."""
+
+    scores: LayerScores
+    capacity: int
+    after: DeviceLayer | None
+
+
 class DeviceLayer:
     """Routes are forced, weights those of the gate. `phases`: to be run in order, on all ranks alike.
 
     barrier: the state that kernels wait with; None where ranks share a stream and are launched phase by phase.
+    planned: this rank plans the homes (measure.plan=device); they are not filled in then.
     """
 
-    def __init__(self, layer: MoELayer, shape: Shape, fixed: FixedBuffers, barrier: BarrierState | None) -> None:
-        self.layer, self.shape, self.spec, self.barrier = layer, shape, layer.spec, barrier
+    def __init__(
+        self,
+        layer: MoELayer,
+        shape: Shape,
+        fixed: FixedBuffers,
+        barrier: BarrierState | None,
+        planned: Planned | None = None,
+    ) -> None:
+        self.layer, self.shape, self.spec, self.barrier, self.planned = layer, shape, layer.spec, barrier, planned
         self.rank, self.ranks = layer.transport.rank, layer.transport.ranks
         self.replicated = self.spec.flow == "tp_replicated"
         self.dedup, self.everywhere = self.spec.dispatcher == "a2a_dedup", self.spec.dispatcher == "allgather_rs"
@@ -53,8 +73,11 @@ class DeviceLayer:
         self.y = torch.empty(outputs, self.spec.hidden, dtype=layer.dtype, device=self.device)
         self.phases = self._phases()
 
-    def fill(self, x: Tensor, slots_nk: Tensor, homes_T: NDArray[np.integer] | None) -> None:
-        """The inputs of `MoELayer.forward`, and in every flow but tp_replicated the home of each token of the group."""
+    def fill(
+        self, x: Tensor, slots_nk: Tensor, homes_T: NDArray[np.integer] | None, token_T: Tensor | None = None
+    ) -> None:
+        """The inputs of `MoELayer.forward`, and in every flow but tp_replicated the home of each token of the group, or
+        its id where this rank plans."""
         self.filled = len(x)
         if self.spec.flow == "dp":
             assert homes_T is not None
@@ -65,6 +88,8 @@ class DeviceLayer:
             self.fixed.x.local[: len(x)].copy_(x)
             if homes_T is not None:
                 self.owner_T.copy_(torch.from_numpy(np.ascontiguousarray(homes_T, dtype=np.int64)))
+            if token_T is not None:
+                self.token_T.copy_(token_T)
         self.slots[: len(x)].copy_(slots_nk)
 
     def poison(self) -> None:
@@ -131,7 +156,15 @@ class DeviceLayer:
         moe = [self._all_rows, self._sum_home] if self.everywhere else [self._pull_and_answer, self._combine]
         return [self._gate_rows, *moe] if self.spec.flow == "dp" else [self._scatter, *moe, self._gather]
 
+    def _plan_homes(self, planned: Planned) -> None:
+        slots_Tk, row_T = (None, None) if planned.after is None else (planned.after.ids_Tk, planned.after.chain_row_T)
+        score_TG, chain_row_T = planned.scores(self.token_T, slots_Tk, row_T)
+        self.chain_row_T.copy_(chain_row_T)
+        self.owner_T.copy_(home_tokens(score_TG, planned.capacity))
+
     def _scatter(self) -> None:
+        if self.planned is not None:
+            self._plan_homes(self.planned)
         self.plan = plan = rank_tokens(self.owner_T, self.ranks)
         self.counts_G.copy_(plan.counts_on_device_G)
         x = self.fixed.x
@@ -233,6 +266,7 @@ class DeviceLayer:
 
         self.slots = integers(self.shape.rows if dp else self.shape.tokens, k)
         self.owner_T, self.counts_G = integers(self.shape.tokens), integers(self.ranks)
+        self.token_T, self.chain_row_T = integers(self.shape.tokens), integers(self.shape.tokens)
         self.ids_Tk = integers(self.shape.tokens, k, dtype=torch.int16)
         self._place_N = torch.arange(self.shape.rows, device=self.device)
         self.filled = 0

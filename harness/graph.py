@@ -33,7 +33,7 @@ from .transport.virtual import VirtualTransport
 from .worker import RankContext
 
 if TYPE_CHECKING:
-    from .device_layer import DeviceLayer
+    from .device_layer import DeviceLayer, Planned
 
 ON = "on"  # column cuda_graph of a row whose layers were replayed
 WARM_UPS = 3  # compile the kernels and let libraries allocate, before anything is captured
@@ -97,15 +97,29 @@ class GraphStack(Stack):
         for layer, given in enumerate(inputs):
             key = layer, self.shape_of(given)
             if key not in self._captured:
-                made = DeviceLayer(self.layers[layer], key[1], self._fixed, _barrier(self.transport))
-                made.fill(given.x, given.routes.slots_Tk, given.homes_T)
+                planned = self._planned(layer, key[1])
+                made = DeviceLayer(self.layers[layer], key[1], self._fixed, _barrier(self.transport), planned)
+                self._fill(made, given)
                 self.context.barrier()
                 self._captured[key] = made, Replay(self.transport, made.phases, self._pool)
+
+    def _planned(self, layer: int, shape: Shape) -> Planned | None:
+        """Where this rank plans: with what was captured of the layer before."""
+        from .device_layer import Planned
+
+        plan = self.device_plan
+        if plan is None:
+            return None
+        after = self._captured[layer - 1, shape][0] if layer else None
+        return Planned(plan.layers[layer], plan.capacity(shape.tokens), after)
+
+    def _fill(self, layer: DeviceLayer, given: LayerInput) -> None:
+        layer.fill(given.x, given.routes.slots_Tk, given.homes_T, given.token_T)
 
     def forward(self, layer: int, given: LayerInput) -> LayerOutput:
         """By a replay into poisoned buffers."""
         captured, replay = self._captured[layer, self.shape_of(given)]
-        captured.fill(given.x, given.routes.slots_Tk, given.homes_T)
+        self._fill(captured, given)
         captured.poison()
         self.context.barrier()
         replay()
@@ -115,7 +129,7 @@ class GraphStack(Stack):
     def timed(self, layer: int, given: LayerInput) -> tuple[int, LayerOutput | None]:
         """The replay alone; its phases cannot be told apart from outside."""
         captured, replay = self._captured[layer, self.shape_of(given)]
-        captured.fill(given.x, given.routes.slots_Tk, given.homes_T)
+        self._fill(captured, given)
         self.context.barrier()
         self.timer.start_layer()
         took_ns = replay()
@@ -125,6 +139,8 @@ class GraphStack(Stack):
     def shape_of(self, given: LayerInput) -> Shape:
         """The same on all ranks, from what all of them know of the step."""
         ranks = self.context.ranks
+        if self.device_plan is not None:  # places for as many as may come, since the host does not know how many will
+            return Shape(len(given.x), bucket(self.device_plan.capacity(len(given.x))))
         if given.homes_T is None:
             return Shape(len(given.x), bucket(-(-len(given.x) // ranks)))
         most = int(torch.bincount(torch.from_numpy(given.homes_T).long(), minlength=ranks).max())

@@ -9,7 +9,8 @@
 
     dp          x_nH: this rank's n tokens; routes of those tokens. Returns [n, H].
     tp_*        x_TH: this rank's partial sums of all T tokens in original order; routes of all T tokens, the same on
-                every rank; homes_T: the home of each token (tp_scattered and tp_shuffled). Returns [T, H], equal on all ranks.
+                every rank; homes_T: the home of each token (tp_scattered and tp_shuffled), or what gives it, as part of the
+                layer. Returns [T, H], equal on all ranks.
                 returns_T (tp_shuffled with a2a_dedup): where each token's outputs are summed, if not at its home.
 
 Phases go to `timer` (harness.timing.PHASES; the all-reduces of tp_replicated count as "srs" and "sag"), counts to
@@ -48,6 +49,8 @@ from .weights import RankWeights, WeightSource, rank_weights
 
 if TYPE_CHECKING:
     from .layer_kernels import LayerKernels
+
+Homes = NDArray[np.integer] | ShufflePlan | HomeScores
 
 
 Beside = Callable[[Tensor], Tensor]  # rows in, rows out
@@ -106,7 +109,7 @@ class MoELayer:
         self,
         x: Tensor,
         routes: Routes | None = None,
-        homes_T: NDArray[np.integer] | ShufflePlan | HomeScores | None = None,
+        homes_T: Homes | Callable[[], Homes] | None = None,
         residual_TH: Tensor | None = None,
         counts_G: Sequence[int] | None = None,
         returns_T: NDArray[np.integer] | None = None,
@@ -136,7 +139,7 @@ class MoELayer:
         self,
         x_TH: Tensor,
         routes: Routes | None,
-        homes_T: NDArray[np.integer] | ShufflePlan | HomeScores,
+        homes_T: Homes | Callable[[], Homes],
         residual_TH: Tensor | None,
         returns_T: NDArray[np.integer] | None,
         norm_H: Tensor | None,
@@ -144,7 +147,7 @@ class MoELayer:
     ) -> LayerOutput:
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         transport, timer = self.transport, self.timer
-        plan = self._plan(homes_T, x_TH.device)
+        plan = self._plan(homes_T() if callable(homes_T) else homes_T, x_TH.device)
         mine_n = plan.mine_T(transport.rank)
         timer.lap("plan")
         if norm_H is None:
@@ -174,7 +177,7 @@ class MoELayer:
         timer.lap("sag")
         return LayerOutput(y_TH, flips, carried)
 
-    def _plan(self, homes_T: NDArray[np.integer] | ShufflePlan | HomeScores, device: torch.device) -> ShufflePlan:
+    def _plan(self, homes_T: Homes, device: torch.device) -> ShufflePlan:
         if isinstance(homes_T, ShufflePlan):
             return homes_T
         if self.kernels is not None:

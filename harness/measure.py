@@ -19,6 +19,7 @@ from semmoe.serving.steplog import StepLog
 
 from .check import check_step
 from .counting import traffic_of
+from .device_plan import planned_on, planner_of
 from .environment import environment, gpu_libraries, gpu_state
 from .graph import ON, GraphStack, graph_column
 from .links import PortMeter, link_of
@@ -35,7 +36,7 @@ def measure_batches(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check the first batch, warm up, then time every batch once."""
     device = rank_device(run.cfg["transport"]["name"], context.ranks)
     stack = (GraphStack if graph_column(run, device) == ON else Stack)(context, run)
-    planner = run.planner()
+    planner = planner_of(run)
     steps = list(run.batch_steps())
     routed = planner.route(*steps[0])
     record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
@@ -89,6 +90,7 @@ def measure_run(
         "environment": json.dumps(environment(pool.ranks, where) | gpus, sort_keys=True),
         "flush_mb": flush_mb(run),
         "cuda_graph": graph,
+        "planned_on": planned_on(run),
         "provenance": f"measured on {pool.ranks} {where}, {transport} transport, {'CUDA graph' if graph == ON else 'eager'}",
         "output_error": records[0].output_error,
         "route_flips": records[0].route_flips,
@@ -100,6 +102,7 @@ def check_measurable(run: Run) -> None:
     """UserError for what only the simulator does."""
     if run.cfg["routing"] == "expected":
         raise UserError("routing=expected replaces routes, which a measurement needs; leave it out")
+    planned_on(run)
     if flush_mb(run) and run.kind == "serve":
         raise UserError("measure.flush_mb: a served run's caches are as its steps leave them; set it to 0")
     for key in ("prefill_ranks", "two_batch_overlap") if run.kind == "serve" else ():

@@ -21,6 +21,7 @@ from semmoe.serving import ServingLoop, StepPlan, TokenRows
 from semmoe.serving.steplog import StepLog
 
 from .check import check_step
+from .device_plan import planner_of
 from .record import RankRecord, no_collection
 from .stack import Stack, StepResult
 from .worker import RankContext
@@ -82,7 +83,7 @@ class Server:
 
 def measure_serve(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check and warm up on the first requests' tokens, then serve all requests."""
-    planner = run.planner()
+    planner = planner_of(run)
     tokens = TokenRows.of(run.workload.requests)
     record, execute = (_prepare_full if run.scope == "full_model" else _prepare_layers)(context, run, planner)
     server = Server(run.serving_loop()) if context.rank == 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter_ns
 
 import numpy as np
@@ -17,6 +18,7 @@ from semmoe.run import Run
 from semmoe.schedule.base import capacity_of
 
 from .counting import Counter
+from .device_plan import DEVICE, DevicePlan, planned_on
 from .feeds import Feed, make_feed
 from .layer import LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
@@ -31,13 +33,14 @@ from .worker import RankContext
 @dataclass(frozen=True, eq=False)
 class LayerInput:
     """Arguments of MoELayer.forward on this rank (and in dp the homes of all tokens, which it need not know); mine_n: the
-    tokens of the step that they belong to."""
+    tokens of the step that they belong to. token_T: ids of all tokens, where this rank plans their homes."""
 
     x: Tensor
     routes: Routes
     homes_T: NDArray[np.integer] | None
     mine_n: NDArray[np.int64]
     returns_T: NDArray[np.integer] | None = None
+    token_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class Stack:
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
+        self.device_plan = DevicePlan(run, self.device) if planned_on(run) == DEVICE else None
         self._flush = torch.empty(int(flush_mb(run) * 1e6), dtype=torch.uint8, device=self.device)
         self.timer = PhaseTimer(torch.cuda.synchronize if self.device.type == "cuda" else None)
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None
@@ -106,6 +110,9 @@ class Stack:
         tensor-parallel attention leaves it (shares differ between ranks, so that a mixed-up rank shows)."""
         rank, ranks, dp = self.context.rank, self.context.ranks, self.spec.flow == "dp"
         share = (2 * rank + 1) / ranks**2
+        token_T = None
+        if self.device_plan is not None:
+            token_T = torch.from_numpy(self.run.heldout.token_id_T[routed.rows_T].astype(np.int64)).to(self.device)
         inputs = []
         for layer in range(len(self.layers)):
             homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
@@ -115,12 +122,20 @@ class Stack:
             x = x_TH if dp else x_TH * share
             returns_T = None if routed.returns_TL is None else routed.returns_TL[:, layer]
             x = x.to(self.device, self.dtype)
-            inputs.append(LayerInput(x, Routes(slots_Tk), homes_T, mine_n, returns_T))
+            inputs.append(LayerInput(x, Routes(slots_Tk), homes_T, mine_n, returns_T, token_T))
         return inputs
 
     def forward(self, layer: int, given: LayerInput) -> LayerOutput:
-        homes_T = None if self.spec.flow == "dp" else given.homes_T
-        return self.layers[layer].forward(given.x, given.routes, homes_T, returns_T=given.returns_T)
+        """Layers of a step in order, where this rank plans them."""
+        if self.device_plan is None:
+            homes_T = None if self.spec.flow == "dp" else given.homes_T
+            return self.layers[layer].forward(given.x, given.routes, homes_T, returns_T=given.returns_T)
+        assert given.token_T is not None
+        output = self.layers[layer].forward(
+            given.x, given.routes, partial(self.device_plan.homes, layer, given.token_T)
+        )
+        self.device_plan.carried(output.carried_slots_Tk)
+        return output
 
     def prepare(self, inputs: list[LayerInput]) -> None:
         """Make whatever inputs of these shapes need once. Collective."""

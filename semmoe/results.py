@@ -58,6 +58,9 @@ def _columns() -> dict[str, Column]:
         "run": Column("str", "name of the run (folder under results/runs)", True),
         "transport": Column("str", "collective, shared, virtual, symmetric; 'modelled' in the simulator", True),
         "kernel_path": Column("str", "torch (timed twin), triton, interpreter; 'cost_model' in the simulator", True),
+        "planned_on": Column(
+            "str", "harness: host or device (the ranks), who planned the homes of every layer; tp_shuffled only"
+        ),
         "cuda_graph": Column("str", "harness: on (layers replayed from CUDA graphs), or off and why"),
         "flush_mb": Column(
             "float", "harness: megabytes that a rank wrote before each timed layer (cold caches); 0: warm"

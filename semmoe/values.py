@@ -77,6 +77,7 @@ RULES: dict[str, Rule] = {
     "measure.checkpoint": or_null(TEXT),
     "measure.cuda_graph": among("auto", "on", "off"),
     "measure.warmup": whole(0),
+    "measure.plan": among("host", "device"),
     "measure.timeout_s": POSITIVE,
     "workload.kind": among("batches", "serve"),
     "workload.batch_tokens": whole(1),

@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..placement.base import Placement
 from ..profile import Profile
 from .base import quantise
+from .tables import Chain, Rows, ScoreTables
 
 
 class DeviceNgram:
@@ -57,6 +58,16 @@ class DeviceNgram:
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         share_TG = self.shares(layer, history, placement, len(token_ids_T))
         return quantise(self.top_k * share_TG), share_TG.max(axis=1, initial=0.0)
+
+    def tables(self, layer: int, placement: Placement) -> ScoreTables:
+        """Without the marginal's row: on a device no layer before is absent."""
+        no_types_V = np.zeros(self.profile.trace.vocab_size, dtype=np.int32)
+        return ScoreTables(Rows.never(placement.ep_size), no_types_V, self.chain(layer, placement))
+
+    def chain(self, layer: int, placement: Placement) -> Chain:
+        share_SG = self._for(placement)[layer][:-1]
+        rows = Rows(quantise(self.top_k * share_SG), share_SG.max(axis=1))
+        return Chain.over(rows, placement, layer, self.lookback)
 
     def _for(self, placement: Placement) -> list[NDArray[np.float32]]:
         if self._tables is None or self._tables[0] is not placement:

@@ -10,12 +10,15 @@ uses real devices (the paper does not say which; real ones predict better).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..placement.base import Placement
 from ..profile import Profile
 from .device_ngram import DeviceNgram
+from .tables import ScoreTables
 from .token_table import TokenTable
 
 
@@ -41,6 +44,10 @@ class Paper:
         chain_TG, chain_sure_T = self.ngram.scores(token_ids_T, layer, history, placement)
         first_T = token_sure_T > chain_sure_T
         return np.where(first_T[:, None], token_TG, chain_TG), np.where(first_T, token_sure_T, chain_sure_T)
+
+    def tables(self, layer: int, placement: Placement) -> ScoreTables:
+        token = self.table.tables(layer, placement)
+        return replace(token, chain=self.ngram.chain(layer, placement)) if layer else token
 
     def request_scores(self, token_ids_T: NDArray[np.integer], placement: Placement) -> NDArray[np.int64]:
         """Expected local assignments of a prompt: the token table's, for no layer is known when a request arrives."""

@@ -20,6 +20,7 @@ from ..placement.base import Placement
 from ..profile import Profile
 from .base import FIXED_POINT, ExpertPredictor
 from .compact import CompactRows
+from .tables import Chain, Rows, ScoreTables
 from .vocabulary import TypeRows
 
 
@@ -84,6 +85,11 @@ class TokenTable(ExpertPredictor):
         tables = self._for(placement)
         share_TG = tables.share_LUG[layer][self.rows(token_ids_T)]
         return share_TG * np.int32(self.top_k), share_TG.max(axis=1, initial=0) / np.float32(FIXED_POINT)
+
+    def tables(self, layer: int, placement: Placement) -> ScoreTables:
+        share_UG = self._for(placement).share_LUG[layer]
+        token = Rows(share_UG * np.int32(self.top_k), share_UG.max(axis=1) / np.float32(FIXED_POINT))
+        return ScoreTables(token, self._types.row_V, Chain(Rows.never(placement.ep_size)))
 
     def request_scores(self, token_ids_T: NDArray[np.integer], placement: Placement) -> NDArray[np.int64]:
         """score_G: fixed-point expected local assignments of these tokens on each rank, summed over layers."""

@@ -123,6 +123,8 @@ def measured_by_replays(run: Run, spoiled: bool) -> tuple[list[RankRecord] | str
     def counted(self: Any, transport: Any, *rest: Any) -> None:
         captures.append(transport.rank)
         record(self, transport, *rest)
+        again = self._again
+        self._again = lambda: watched(again)
 
     with pytest.MonkeyPatch.context() as patch, VirtualPool(run.ep_size, timeout_s=300.0) as pool:
         patch.setattr(graph, "why_eager", lambda run, device: None)

@@ -115,6 +115,27 @@ def test_a_measured_run_is_checked_after_replay_and_counts_what_the_routes_say()
     assert "differs from the single-process reference" in said and "nothing was timed" in said
 
 
+def test_homes_planned_inside_the_replay_are_the_hosts() -> None:
+    """Three layers, so that scores follow from the ids that two earlier replays carried; a second batch by other replays."""
+    run = build(
+        "transport=virtual", "transport.kernels=triton", "measure.cuda_graph=on", "flow=tp_shuffled", "placement=random",
+        "token_scheduler=priced", "measure.plan=device", "predictor=paper", "measure.warmup=0",
+        "workload.batch_tokens=6", "trace=synthetic", "trace.requests=8", "trace.prompt_len=4", "trace.output_len=4",
+        "trace.groups=2", "trace.topics=2", "model.num_layers=3", "model.layer_ids=[0,1,2]", "model.num_experts=8",
+        "model.top_k=2", "model.hidden=32", "model.expert_ffn=16",
+    )  # fmt: skip
+    records, captures = rank_processes().run(on_rank_zero, graph_cases.measured_by_replays, (run, False))[0]
+    planner, shape = run.planner(), (run.recipe.slots, run.ep_size, run.spec)
+    for step, (rows_T, queue_T) in enumerate(run.batch_steps()):
+        routed = planner.route(rows_T, queue_T)
+        found = differences(
+            traffic_of([record.counters_S[step] for record in records]),
+            count_traffic(routed.slots_TLk, routed.homes_TL, *shape),
+        )
+        assert [line for line in found if not line.startswith("metadata_bytes")] == []
+    assert captures == 6 and records[0].output_error < FP32
+
+
 def test_the_guard_sees_every_kind_of_read() -> None:
     seen = rank_processes().run(on_rank_zero, graph_cases.reads_are_seen, ())[0]
     assert (
