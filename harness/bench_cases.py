@@ -196,7 +196,7 @@ def exchange_case(sizes: Sizes, dedup: bool) -> Case:
     mine_G = [plan.perm_T[s : s + n] for s, n in zip(starts, counts, strict=True)]
     x_G = [x_TH[mine].contiguous() for mine in mine_G]
     entries = tokens if dedup else tokens * sizes.top_k
-    block_m = tiling_of(tokens * sizes.top_k, experts_all).block_m
+    block_m = tiling_of(tokens * sizes.top_k, experts_all, x_TH.device).block_m
     most_rows = tokens if dedup else most_blocks(entries, per_rank, block_m) * block_m
     out_G = [x_TH.new_empty(tokens, hidden) for _ in range(ranks)]
     o_G = [x_TH.new_empty(entries, hidden) for _ in range(ranks)]

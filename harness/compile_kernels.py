@@ -26,6 +26,7 @@ from .kernels.peers import step_rows
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -50,8 +51,10 @@ OTHER_TYPES = {"align_kernel": {"slot": "*i32", "counts": "*i32"}}
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its compile-time constants. rows: one row of 256 x 16 bytes at a time; peer: of peers, by address, behind
-    the fused barrier."""
+    """A kernel with its compile-time constants, for the targets where it is launched.
+
+    rows: one row of 256 x 16 bytes at a time; peer: of peers, by address, behind the fused barrier.
+    """
 
     name: str
     kernel: Any
@@ -60,6 +63,7 @@ class Variant:
     stages: int = 3
     rows: bool = False
     peer: bool = False
+    targets: tuple[str, ...] = tuple(TARGETS)
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,18 @@ def variants() -> list[Variant]:
         Variant("align blocks", align.align_kernel, {**aligned, "COUNTED": True}),
         Variant("assign homes", home.home_kernel, home.constants(8, 4096)),
     ]
-    for kind, tiling in (("prefill", grouped.PREFILL), ("decode", grouped.DECODE)):
+    tilings = {
+        "128 x 256": grouped.WIDE,
+        "128 x 128": grouped.PREFILL,
+        "64 x 128": grouped.MIDDLE,
+        "16 x 128": grouped.DECODE,
+    }
+    for kind, tiling in tilings.items():
+        targets = ("sm_90", "sm_100") if tiling is grouped.WIDE else tuple(TARGETS)
         for name, sizes in (("gate and up", {**up, "ROWS": True}), ("down", {**down, "ROWS": False})):
             constants = {**sizes, **tiling.blocks(bool(sizes["GATED"])), "UPCAST": False}
-            made.append(Variant(f"{name}, {kind}", grouped.grouped_kernel, constants, tiling.warps, tiling.stages))
+            named = f"{name}, {kind}"
+            made.append(Variant(named, grouped.grouped_kernel, constants, tiling.warps, tiling.stages, targets=targets))
     return made
 
 
@@ -127,6 +139,8 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    if target == "sm_89":  # 99 KiB of shared memory: as Tiling.fitting
+        options["num_stages"] -= 1
     if target.startswith("gfx"):  # 64 KiB of shared memory; 64 lanes a warp, so that half as many move a row
         options = {"num_warps": variant.warps // 2 if variant.rows else variant.warps, "num_stages": 2}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
@@ -167,7 +181,7 @@ def table() -> str:
         "",
         f"`python -m harness.compile_kernels --out results/kernels.md`, Triton {triton.__version__}, no GPU needed.",
         "Rows of 2,048 bf16, 8 ranks, experts of 2,048 x 768. Each cell: registers of a thread / spilled (bytes on NVIDIA,",
-        "registers on AMD) / shared memory in KiB.",
+        "registers on AMD) / shared memory in KiB. Products by the rows and columns of a block, see `tiling_of`.",
         "",
         "| kernel | warps | " + " | ".join(TARGETS) + " |",
         "| --- | --- |" + " --- |" * len(TARGETS),
@@ -175,6 +189,9 @@ def table() -> str:
     for variant in made:
         cells = []
         for target in TARGETS:
+            if target not in variant.targets:
+                cells.append("not used")
+                continue
             result = compile_variant(variant, target)
             cells.append(f"{result.registers} / {result.spills} / {result.shared_bytes / 1024:.1f}")
         lines.append(f"| {variant.name} | {variant.warps} | " + " | ".join(cells) + " |")

@@ -118,7 +118,7 @@ def answer(group: Group, served: Served, rank: int, rows_PH: Tensor, weights: Ra
 
 
 def _tiling(group: Group) -> Tiling:
-    return tiling_of(group.slots_Tk.numel(), group.slots_per_rank * group.ranks)
+    return tiling_of(group.slots_Tk.numel(), group.slots_per_rank * group.ranks, group.slots_Tk.device)
 
 
 def count_experts(transport: Transport, served_S: Tensor) -> None:

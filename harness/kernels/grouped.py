@@ -15,7 +15,7 @@ Memory ordering: none between programs; `blocks` is read on the device, programs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -60,14 +60,17 @@ def grouped_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     total_up = total
     for start in range(0, K, BLOCK_K):
-        inside = start + k < K
-        x_MK = tl.load(x_at, mask=used[:, None] & inside[None, :], other=0.0)
-        w_KN = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        x_mask, w_mask = used[:, None], (n < N)[None, :]
+        if K % BLOCK_K:
+            inside = start + k < K
+            x_mask, w_mask = x_mask & inside[None, :], w_mask & inside[:, None]
+        x_MK = tl.load(x_at, mask=x_mask, other=0.0)
+        w_KN = tl.load(w_at, mask=w_mask, other=0.0)
         if UPCAST:  # the interpreter has no bf16 product
             x_MK, w_KN = x_MK.to(tl.float32), w_KN.to(tl.float32)
         total = tl.dot(x_MK, w_KN, total, input_precision="ieee")
         if GATED:
-            up_KN = tl.load(w_at + N * K, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+            up_KN = tl.load(w_at + N * K, mask=w_mask, other=0.0)
             if UPCAST:
                 up_KN = up_KN.to(tl.float32)
             total_up = tl.dot(x_MK, up_KN, total_up, input_precision="ieee")
@@ -100,13 +103,30 @@ class Tiling:
             "BLOCK_K": self.block_k,
         }
 
+    def fitting(self, element_bytes: int, shared_bytes: int) -> Tiling:
+        """For elements wider than bf16 and GPUs with little shared memory a block (sm_86, sm_89, sm_120: 99 KiB)."""
+        narrow = replace(self, block_k=self.block_k * 2 // max(element_bytes, 2))
+        narrow = replace(narrow, block_n=min(self.block_n, 128)) if element_bytes > 2 else narrow
+        return replace(narrow, stages=self.stages - 1) if shared_bytes < ROOMY_BYTES else narrow
 
-PREFILL, DECODE = Tiling(128, 128, 64, 8, 3), Tiling(16, 128, 128, 4, 4)
+
+ROOMY_BYTES = 128 << 10
+# WIDE reads the rows least often: from Hopper on, where its sums fit into the registers of 8 warps
+WIDE, PREFILL = Tiling(128, 256, 64, 8, 3), Tiling(128, 128, 64, 8, 3)
+MIDDLE, DECODE = Tiling(64, 128, 64, 4, 4), Tiling(16, 128, 128, 4, 4)
 
 
-def tiling_of(assignments: int, slots: int) -> Tiling:
-    """By the mean rows of a slot: known on the host, the same for every step of a captured graph."""
-    return PREFILL if assignments >= 32 * slots else DECODE
+def tiling_of(assignments: int, slots: int, device: torch.device) -> Tiling:
+    """By the mean rows of a slot: known on the host, the same for every step of a captured graph.
+
+    A slot's weights are read once for each of its blocks, so that most slots should need one only.
+    """
+    if assignments < 8 * slots:
+        return DECODE
+    if assignments < 48 * slots:
+        return MIDDLE
+    wide = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return WIDE if wide else PREFILL
 
 
 def grouped_matmul(
@@ -123,6 +143,9 @@ def grouped_matmul(
         raise ValueError(f"rows of {x_RK.shape[1]} elements, weights of {w.shape[2]}")
     if alignment.block_m != tiling.block_m:
         raise ValueError(f"aligned to {alignment.block_m} places, blocks of {tiling.block_m}")
+    if x_RK.is_cuda and not torch.version.hip:
+        about = torch.cuda.get_device_properties(x_RK.device)
+        tiling = tiling.fitting(x_RK.element_size(), about.shared_memory_per_block_optin)
     width = w.shape[1] // 2 if gated else w.shape[1]
     out = x_RK.new_empty(alignment.assignments, width) if out_AN is None else out_AN
     blocks = tiling.blocks(gated)
@@ -161,7 +184,7 @@ def experts(
     row_A None: assignment a reads row a. Three to four launches, no host round trip.
     """
     slots = len(w2_SHF)
-    tiling = tiling or tiling_of(len(slot_A), slots)
+    tiling = tiling or tiling_of(len(slot_A), slots, x_RH.device)
     alignment = moe_align(slot_A, slots, tiling.block_m)
     hidden_AF = grouped_matmul(x_RH, row_A, w13_S2FH, alignment, True, tiling)
     return grouped_matmul(hidden_AF, None, w2_SHF, alignment, False, tiling, out_AH)

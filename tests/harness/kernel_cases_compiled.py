@@ -8,7 +8,7 @@ from typing import Any
 
 import unhinted_kernel
 
-from harness.compile_kernels import TARGETS, Variant, compile_variant, variants
+from harness.compile_kernels import Variant, compile_variant, variants
 
 
 def unhinted() -> Variant:
@@ -19,7 +19,7 @@ def unhinted() -> Variant:
 def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for variant in [*variants(), unhinted()]:
-        for target in TARGETS if variant.name != "unhinted" else ("sm_90",):
+        for target in variant.targets if variant.name != "unhinted" else ("sm_90",):
             result = asdict(compile_variant(variant, target))
             result["peer"] = variant.peer
             if not variant.peer and variant.name != "unhinted":

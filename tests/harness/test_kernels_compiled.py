@@ -15,8 +15,14 @@ import pytest
 triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
-NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), "gfx942"
-SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # of one block, as the vendors state
+NVIDIA, AMD = ("sm_80", "sm_89", "sm_90", "sm_100"), "gfx942"
+SHARED_KIB = {
+    "sm_80": 163,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "gfx942": 64,
+}  # of one block, as the vendors state
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip("targets are compiled with Triton 3.6 or newer", allow_module_level=True)
 
@@ -46,7 +52,10 @@ def test_every_kernel_fits_every_target_without_a_spill(compiled: dict[str, dict
     assert len(names) >= 17
     for name in names:
         for target, most in SHARED_KIB.items():
-            result = compiled[f"{name}-{target}"]
+            result = compiled.get(f"{name}-{target}")
+            if result is None:
+                assert "128 x 256" in name and target not in ("sm_90", "sm_100")
+                continue
             assert result["spills"] == 0, (name, target)
             assert result["shared_bytes"] <= most * 1024, (name, target)
             assert 0 < result["registers"] <= (512 if target == AMD else 255), (name, target)
