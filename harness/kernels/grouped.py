@@ -16,6 +16,7 @@ Memory ordering: none between programs; `blocks` is read on the device, programs
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -144,7 +145,7 @@ def grouped_matmul(
     if alignment.block_m != tiling.block_m:
         raise ValueError(f"aligned to {alignment.block_m} places, blocks of {tiling.block_m}")
     if x_RK.is_cuda and not torch.version.hip:
-        about = torch.cuda.get_device_properties(x_RK.device)
+        about: Any = torch.cuda.get_device_properties(x_RK.device)
         tiling = tiling.fitting(x_RK.element_size(), about.shared_memory_per_block_optin)
     width = w.shape[1] // 2 if gated else w.shape[1]
     out = x_RK.new_empty(alignment.assignments, width) if out_AN is None else out_AN
