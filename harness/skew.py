@@ -49,38 +49,57 @@ def loads(case: Case, ranks: int) -> tuple[float, float, float]:
         rows_GG = rows_GG * ~np.eye(ranks, dtype=bool)
     else:
         rows_GG = exchange_rows(ranks, case.rows, case.skew, case.pattern)
+    return loads_of(rows_GG)
+
+
+def loads_of(rows_GG: NDArray[np.int64]) -> tuple[float, float, float]:
+    """(mean port, busiest port, largest pair) of rows from each rank to each other."""
     port_G = np.maximum(rows_GG.sum(axis=0), rows_GG.sum(axis=1))
-    return float(rows_GG.sum() / ranks), float(port_G.max()), float(rows_GG.max())
+    return float(rows_GG.sum() / len(rows_GG)), float(port_G.max()), float(rows_GG.max())
 
 
 def fit_skew(us: Mapping[Case, float], ranks: int) -> dict[str, float]:
     """{"dispatch.port": a, "dispatch.pair": b, ...} of the operations in `us` (balanced cases and skewed ones)."""
-    from scipy.optimize import least_squares
-
     weights: dict[str, float] = {}
     for op in (*EXCHANGES, *HOMES):
         cases = [case for case in us if case.op == op and case.skew in FITTED]
-        if not cases:
-            continue
-        taken = np.array([us[case] for case in cases])
-
-        def error(ab: Float, cases: list[Case] = cases, taken: Float = taken) -> Float:
-            return np.log(predicted_us(us, cases, ranks, ab[0], ab[1]) / taken)
-
-        a, b = least_squares(error, (0.5, 0.1), bounds=((0.0, 0.0), (2.0, 1.0)), loss="soft_l1", diff_step=1e-2).x
-        weights |= {f"{op}.port": float(a), f"{op}.pair": float(b) if op in EXCHANGES else 0.0}
+        if cases:
+            loads_N3, taken_N = np.array([loads(case, ranks) for case in cases]), np.array([us[case] for case in cases])
+            a, b = fit_weights(balanced_points(us, op, ranks), loads_N3, taken_N, ranks)
+            weights |= {f"{op}.port": a, f"{op}.pair": b if op in EXCHANGES else 0.0}
     return weights
 
 
-def predicted_us(us: Mapping[Case, float], cases: Sequence[Case], ranks: int, a: float, b: float) -> Float:
-    """Times of skewed cases of one operation from its balanced ones, straight lines in between and beyond."""
-    op = cases[0].op
-    balanced = sorted((loads(case, ranks)[0], time) for case, time in us.items() if case.op == op and not case.skew)
-    rows, times = np.array(balanced).T
-    mean, port, pair = np.array([loads(case, ranks) for case in cases]).T
+def fit_weights(balanced_B2: Float, loads_N3: Float, taken_N: Float, ranks: int) -> tuple[float, float]:
+    """(a, b) of skewed exchanges with these loads and times, from the balanced ones of the same operation (rows, time)."""
+    from scipy.optimize import least_squares
+
+    def error(ab: Float) -> Float:
+        return np.log(skewed_us(balanced_B2, loads_N3, ranks, ab[0], ab[1]) / taken_N)
+
+    a, b = least_squares(error, (0.5, 0.1), bounds=((0.0, 0.0), (2.0, 1.0)), loss="soft_l1", diff_step=1e-2).x
+    return float(a), float(b)
+
+
+def skewed_us(balanced_B2: Float, loads_N3: Float, ranks: int, a: float, b: float) -> Float:
+    """Times by the law above from balanced exchanges (rows from each rank, rising; time): straight lines between them."""
+    (rows, times), (mean, port, pair) = balanced_B2.T, loads_N3.T
     size = mean + a * (port - mean) + b * np.maximum((ranks - 1) * pair - port, 0.0)
     slope = (times[-1] - times[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else times[-1] / rows[-1]
     return np.asarray(np.interp(size, rows, times) + np.maximum(size - rows[-1], 0.0) * max(slope, 0.0))
+
+
+def balanced_points(us: Mapping[Case, float], op: str, ranks: int) -> Float:
+    """[balanced cases of an operation, (rows from each rank, time)], rising."""
+    return np.array(
+        sorted((loads(case, ranks)[0], time) for case, time in us.items() if case.op == op and not case.skew)
+    )
+
+
+def predicted_us(us: Mapping[Case, float], cases: Sequence[Case], ranks: int, a: float, b: float) -> Float:
+    """Times of skewed cases of one operation from its balanced ones."""
+    loads_N3 = np.array([loads(case, ranks) for case in cases])
+    return skewed_us(balanced_points(us, cases[0].op, ranks), loads_N3, ranks, a, b)
 
 
 def held_out_errors(us: Mapping[Case, float], ranks: int, weights: Mapping[str, float]) -> dict[str, Float]:
