@@ -60,6 +60,12 @@ def gpu_state() -> list[dict[str, str]]:
     return [dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in said.splitlines() if line]
 
 
+def only_core() -> int | None:
+    """The core that this process is kept on; None: it may run on several."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return min(cores) if len(cores) == 1 else None
+
+
 def usable_cores() -> int:
     """Cores that this process may use: the scheduler's mask, cut by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -99,7 +99,7 @@ class FullModel(Stack):
         step_ns = perf_counter_ns() - begin
         counter = self.transport.counter
         kept = Counter(counter.rank, counter.ranks, counter.layers)
-        return FullStepResult(layer_ns, self.timer.laps_ns, step_ns, kept, attention_ns, logits_NV)
+        return FullStepResult(layer_ns, self.timer.marks_L, step_ns, kept, attention_ns, logits_NV)
 
 
 def _check(run: Run) -> None:

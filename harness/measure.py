@@ -39,7 +39,7 @@ def measure_batches(context: RankContext, run: Run) -> RankRecord:
     planner = planner_of(run)
     steps = list(run.batch_steps())
     routed = planner.route(*steps[0])
-    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
+    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)), core=stack.core)
     warmup = int(run.cfg["measure"]["warmup"])
     with no_collection():
         for i in range(warmup):

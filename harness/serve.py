@@ -125,7 +125,7 @@ def _prepare_layers(context: RankContext, run: Run, planner: StepPlanner) -> tup
     """Scope moe_layers: check and warm up on prompt tokens of the first requests."""
     stack = Stack(context, run)
     routed = planner.route(*_sample_step(run))
-    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)))
+    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)), core=stack.core)
     for _ in range(int(run.cfg["measure"]["warmup"])):
         stack.execute(stack.inputs(planner.route(*_sample_step(run))), barrier_each_layer=False)
     return record, lambda plan, routed: stack.execute(stack.inputs(routed), barrier_each_layer=False)
@@ -137,7 +137,7 @@ def _prepare_full(context: RankContext, run: Run, planner: StepPlanner) -> tuple
     from .full_model import FullModel
 
     full = FullModel(context, run)
-    record = RankRecord(*check_full(full, planner))
+    record = RankRecord(*check_full(full, planner), core=full.core)
     for _ in range(int(run.cfg["measure"]["warmup"])):
         check_full(full, planner)
     return record, full.step

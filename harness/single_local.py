@@ -27,18 +27,6 @@ from .worker import RankContext
 Operations = dict[tuple[Any, ...], Operation]
 
 
-class CpuTimer(PhaseTimer):
-    """PhaseTimer on the CPU time of this thread: a lap during which another process has the core costs nothing."""
-
-    def start_layer(self) -> None:
-        super().start_layer()
-        self._last = time.thread_time_ns()
-
-    def lap(self, phase: str) -> None:
-        self.laps_ns[-1][phase] += time.thread_time_ns() - self._last
-        self._last = time.thread_time_ns()
-
-
 def expert_operations(layers: Sequence[MoELayer], grid: Sequence[tuple[int, int]]) -> Operations:
     """The experts for every (active experts, rows of each); their weights are those of another layer every time."""
     operations: Operations = {}
@@ -76,7 +64,7 @@ def permute_operations(
     operations: Operations = {}
     handled: dict[tuple[str, int], int] = {}
     for name, layer in layers.items():
-        layer.timer = CpuTimer()
+        layer.timer = PhaseTimer(clock=time.thread_time_ns)  # while another process has the core it stands still
         for n in tokens:
             parts, rows = _permute(layer, n)
             key = f"permute.{name}"

@@ -19,10 +19,11 @@ from semmoe.schedule.base import capacity_of
 
 from .counting import Counter
 from .device_plan import DEVICE, DevicePlan, planned_on
+from .environment import only_core
 from .feeds import Feed, make_feed
 from .layer import LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
-from .timing import PhaseTimer
+from .timing import Marks, PhaseTimer
 from .transport.base import Transport
 from .transport.choose import make_transport
 from .transport.codec import torch_dtype
@@ -45,12 +46,12 @@ class LayerInput:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one rank saw of one step: nanoseconds per layer and per phase and layer, and what it counted.
+    """What one rank saw of one step: nanoseconds per layer, the marks of its timer, and what it counted.
 
     attention_ns_L: attention blocks, norms included (full_model)."""
 
     layer_ns_L: list[int]
-    laps_ns: list[dict[str, int]]
+    marks_L: list[Marks]
     step_ns: int
     counter: Counter
     attention_ns_L: list[int] = field(default_factory=list)
@@ -98,6 +99,11 @@ class Stack:
     def fixed_bytes(self, most_rows: int) -> int:
         """Of peer-readable memory that this stack keeps, with at most so many tokens at home on a rank."""
         return 0
+
+    @property
+    def core(self) -> int | None:
+        """The one core that this rank computes on; None: it has several, or a device."""
+        return only_core() if self.device.type == "cpu" else None
 
     def make_feed(self) -> Feed:
         """Where hidden states and weights come from. Collective."""
@@ -171,7 +177,7 @@ class Stack:
             outputs.append(output)
         step_ns = perf_counter_ns() - begin
         counter = self.transport.counter
-        return StepResult(layer_ns, self.timer.laps_ns, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
+        return StepResult(layer_ns, self.timer.marks_L, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
 
 
 def flush_mb(run: Run) -> float:

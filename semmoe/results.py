@@ -28,9 +28,25 @@ TIMED = (
     "combine",
     "sag",
     "other",
+    "wait",
+    "core_wait",
     "layer",
     "step",
 )
+WHOLE = {
+    "layer": "one MoE layer end to end",
+    "step": "one forward pass",
+    "wait": "of one MoE layer, a rank's waiting in exchanges for the last one to enter",
+    "core_wait": "of one MoE layer, a rank's waiting for a core on which another rank computes",
+}
+WHOLE_OVER_RANKS = {
+    "layer": "slowest rank",
+    "step": "slowest rank",
+    "attention": "slowest rank",
+    "wait": "mean over ranks",
+    "core_wait": "mean over ranks",
+}
+WAITS = ("wait", "core_wait")  # no phases: the rest of a layer adds up without them
 SERVED = ("ttft", "tpot", "e2e")
 QUANTILES = (50, 90, 99)
 EXCHANGES = (
@@ -145,10 +161,9 @@ def _columns() -> dict[str, Column]:
         "link": Column("str", "harness: how link_peak_gbps was measured, or that no link speed follows and why"),
     }
     for name in TIMED:
-        whole = {"layer": "one MoE layer end to end", "step": "one forward pass"}.get(
-            name, f"{name} phase of one MoE layer"
-        )
-        columns[f"{name}_ms"] = Column("float", f"{whole}, mean, slowest rank")
+        whole = WHOLE.get(name, f"{name} phase of one MoE layer")
+        ranks = WHOLE_OVER_RANKS.get(name, "critical path")
+        columns[f"{name}_ms"] = Column("float", f"{whole}, mean, {ranks}")
         columns |= {f"{name}_ms_p{q}": Column("float", f"{whole}, {q}th percentile") for q in QUANTILES}
     for name in SERVED:
         columns[f"{name}_ms"] = Column("float", f"{name} over requests, mean")

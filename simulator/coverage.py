@@ -24,12 +24,12 @@ from semmoe.compare import compare
 from semmoe.config import conf_dir
 from semmoe.errors import UserError
 from semmoe.inputs import load_cluster
-from semmoe.results import TIMED, write_atomically
+from semmoe.results import TIMED, WAITS, write_atomically
 from semmoe.specs import ClusterSpec
 
 from .cost.uncertainty import LEVEL, Residuals, interval, possible_ms
 
-WHOLE = ("layer", "step", "attention")
+WHOLE = ("layer", "step", "attention", *WAITS)
 
 
 @dataclass(frozen=True)
