@@ -99,16 +99,16 @@ def balanced_and_skewed(samples: Samples, ranks: int) -> dict[Case, float]:
 
 
 def curves_of(samples: Samples, ranks: int, run: Run) -> list[dict[str, Any]]:
-    """Curves of all balanced collectives: less noise (`shrunk`), and non-decreasing in size (what goes down is noise)."""
-    points: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    """Curves of all balanced collectives, made non-decreasing in size (what goes down is noise)."""
+    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for (case, members), us in samples.collectives.items():
         if not case.skew and case.op != "barrier":
             size = size_bytes(case.op, case.rows, members, run)
-            points.setdefault((case.op, members), []).append((size, steady(us), standard_error(us)))
+            points.setdefault((case.op, members), []).append((size, steady(us)))
     curves = []
     for (op, members), measured in points.items():
-        sizes, times, errors = np.array(sorted(measured)).T
-        rising = isotonic(shrunk(sizes, times, errors))
+        sizes, times = np.array(sorted(measured)).T
+        rising = isotonic(times)
         for name in CURVE_NAMES.get(op, (op,)):
             curves.append(
                 {
@@ -167,33 +167,6 @@ def points_of(samples: Samples, what: str) -> tuple[Float, Float]:
     """(rows handled, microseconds) of one term of local work."""
     rows, us = np.array([value for key, value in samples.local.items() if key[0] == what]).T
     return rows, us
-
-
-def shrunk(sizes: Float, times: Float, errors: Float) -> Float:
-    """Times moved towards the straight line over size that fits them, the more the less their distance from it says.
-
-    James and Stein's shrinkage towards a regression (Efron and Morris 1973): with n points, f the line and e the standard
-    errors, f + max(0, 1 - (n - 2) / sum(((t - f) / e)^2)) * (t - f). Points that scatter by their errors alone end on the
-    line (of exchanges between processes that share cores, 8 samples of one size scatter by half), well measured ones stay.
-    The error is relative and pooled over the sizes. Without it, `isotonic` takes scatter for growth: small sizes come out
-    too cheap, large ones too dear. Worked example, n = 4, errors 10 %, times [1.0, 1.0, 1.1, 2.0] at [0, 1, 2, 30]: the line
-    is 0.98 + 0.034 * size, all are within 4 % of it: [0.98, 1.01, 1.05, 2.0]."""
-    from scipy.optimize import nnls
-
-    pooled = times * float(np.sqrt(np.mean((errors / times) ** 2)))
-    if len(times) < 3 or not pooled.all():
-        return times
-    terms, _ = nnls(np.column_stack([np.ones(len(times)), sizes]) / pooled[:, None], times / pooled)
-    line = terms[0] + terms[1] * sizes
-    far = float((((times - line) / pooled) ** 2).sum())
-    return np.asarray(line + max(0.0, 1 - (len(times) - 2) / max(far, 1e-12)) * (times - line))
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of `steady`; 0 for a single value."""
-    array = np.asarray(values, dtype=np.float64)
-    kept = array[array <= 3 * np.median(array)]
-    return float(kept.std(ddof=1) / np.sqrt(len(kept))) if len(kept) > 1 else 0.0
 
 
 def steady(values: Sequence[float]) -> float:
