@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo paper test lint types unit validate bench bench-gpu calibrate accuracy rank-order micro skew clean
+.PHONY: demo paper test lint types unit validate bench bench-gpu calibrate accuracy rank-order micro skew shuffle clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -92,6 +92,10 @@ micro: $(VENV)/installed
 # Skewed all-to-all by bytes, pattern and skew, on 2 and 4 CPU ranks or all GPUs; raw samples beside it: results/skew.md
 skew: $(VENV)/installed
 	$(BIN)/python -m harness.skew_bench $(SKEW_ARGS)
+
+# SRS, SAG, exchange and token ranking on 4 CPU ranks against gloo and torch: results/shuffle.md
+shuffle: $(VENV)/installed
+	$(BIN)/python -m harness.shuffle_bench
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache results/runs
