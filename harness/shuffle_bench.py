@@ -56,7 +56,7 @@ def document(rows: Sequence[Row], about: dict[str, Any], command: str) -> str:
         f"{about['torch']}, commit {about['commit']}, load {about['load_1min']} before it began; raw: `shuffle.times.jsonl`.",
         "",
         f"{RANKS} processes, fp32 rows of {HIDDEN:,}, equal counts, random permutation, {EXPERTS} experts, top-{TOP_K}.",
-        "All variants of a case start and end with the same tensors, are checked first and then called in turn. Microseconds of the",
+        "All variants of a case start and end with the same tensors, are checked first and then called in turn. Times are us of the",
         "slowest rank of each call, percentiles of a run, mean over the runs. Other work shares these cores: ratios to ours",
         "count, not times. **No link speed follows from them.**",
         "",
