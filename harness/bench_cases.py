@@ -1,14 +1,16 @@
 """What `bench_gpu` checks and times: each case with our kernels, what they are compared with, and the bar.
 
-All ranks are virtual: they live in one process on one device and are launched one after the other. No link speed follows
+All ranks are virtual: they live in one process on one device. Each shuffles on a stream of its own, as on a GPU of its own,
+so that no rank's last rows keep the next one waiting; an exchange launches one rank after the other. No link speed follows
 from any of these figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +18,14 @@ from torch import Tensor
 from semmoe.schedule.priced import priced_owners
 
 from .kernels.align import most_blocks
-from .kernels.grouped import Tiling, experts, experts_by_library, tiling_of
+from .kernels.grouped import MIDDLE, PREFILL, WIDE, Tiling, experts, experts_by_library, tiling_of
 from .kernels.home import home_tokens
 from .kernels.launch import launch_sag, launch_srs
 from .kernels.launch_exchange import Group, combine, pull, serve_assignments, serve_tokens, sum_own
 from .kernels.rank_tokens import rank_tokens
 from .reference.experts import experts_loop
 from .reference.ranking import TokenRanking, rank_tokens_by_sort
+from .streams import side_by_side
 from .transport.pull import address_table
 
 SEED = 0
@@ -61,7 +64,8 @@ class Bar:
 class Case:
     """variants: name -> what is timed, returning its results. expected: the results, within `tolerance` (relative, and
     absolute where `tolerance` > 0). outputs: buffers filled with NaN before every check; unused: rows of them that must
-    still be NaN after it. moved_bytes: read and written."""
+    still be NaN after it. moved_bytes: read from and written to memory, what ranks read alike once. uncapturable: variant ->
+    why no graph can hold it."""
 
     name: str
     variants: dict[str, Callable[[], Sequence[Tensor]]]
@@ -71,6 +75,7 @@ class Case:
     moved_bytes: int = 0
     bar: Bar | None = None
     unused: Sequence[Tensor] = field(default_factory=tuple)
+    uncapturable: dict[str, str] = field(default_factory=dict)
 
     def check(self, name: str) -> None:
         """AssertionError when a variant's results are not those expected."""
@@ -87,16 +92,25 @@ class Case:
             )
 
 
-def cases(sizes: Sizes) -> Iterator[Case]:
-    """One after the other, so that one case's buffers are freed before the next one's are made."""
-    torch.manual_seed(SEED)
-    yield from shuffle_cases(sizes)
-    yield ranking_case(sizes)
-    yield home_case(sizes)
-    for name in sizes.layers:
-        yield experts_case(sizes, name)
-    for dedup in (True, False):
-        yield exchange_case(sizes, dedup)
+def makers(sizes: Sizes) -> dict[str, Callable[[], Iterable[Case]]]:
+    """By name, each with its own seed; called one after the other, so that one's buffers are freed before the next one's are
+    made."""
+
+    def seeded(make: Callable[..., Iterable[Case]], *arguments: Any) -> Callable[[], Iterable[Case]]:
+        def made() -> Iterable[Case]:
+            torch.manual_seed(SEED)
+            return make(sizes, *arguments)
+
+        return made
+
+    return {
+        "shuffle": seeded(shuffle_cases),
+        "rank_tokens": seeded(lambda *known: [ranking_case(*known)]),
+        "assign_homes": seeded(lambda *known: [home_case(*known)]),
+        **{f"experts_{name}": seeded(lambda *known: [experts_case(*known)], name) for name in sizes.layers},
+        "exchange_dedup": seeded(lambda *known: [exchange_case(*known)], True),
+        "exchange_assignment": seeded(lambda *known: [exchange_case(*known)], False),
+    }
 
 
 def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
@@ -110,9 +124,10 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
     sums_TH = _rank_order_sum(x_GTH)
 
     def srs(blocks: int) -> list[Tensor]:
-        for rank in range(ranks):
-            launch_srs(table, x_GTH[0], plan, rank, out_NH=out_G[rank], blocks=blocks)
-        return [out_G[rank][: counts[rank]] for rank in range(ranks)]
+        def of(rank: int) -> Tensor:
+            return launch_srs(table, x_GTH[0], plan, rank, out_NH=out_G[rank], blocks=blocks)[0][: counts[rank]]
+
+        return side_by_side([partial(of, rank) for rank in range(ranks)], sizes.device)
 
     def index_reduce_scatter() -> list[Tensor]:
         shuffled_TH = _rank_order_sum(x_GTH.index_select(1, plan.perm_T))
@@ -130,14 +145,17 @@ def shuffle_cases(sizes: Sizes) -> Iterator[Case]:
     z_table = address_table(z_G)
 
     def sag(blocks: int) -> list[Tensor]:
-        return [launch_sag(z_table, z_G[0], plan, r, out_G[r], blocks=blocks)[0] for r in range(len(z_G))]
+        def to(rank: int) -> Tensor:
+            return launch_sag(z_table, z_G[0], plan, rank, out_G[rank], blocks=blocks)[0]
+
+        return side_by_side([partial(to, rank) for rank in range(len(z_G))], sizes.device)
 
     def all_gather_index() -> list[Tensor]:
         place_T = plan.starts_on_device_G[plan.owner_T] + plan.slot_T
         return [torch.cat(z_G).index_select(0, place_T) for _ in range(ranks)]
 
     variants = {f"blocks={b}": partial(sag, b) for b in sizes.blocks} | {"all_gather_index": all_gather_index}
-    moved = 2 * ranks * tokens * row_bytes
+    moved = (1 + ranks) * tokens * row_bytes  # all ranks read the same rows, from the cache all but once
     yield Case("sag", variants, [sums_TH] * ranks, 0.0, out_G, moved, Bar("share", 0.8))
 
 
@@ -172,13 +190,25 @@ def experts_case(sizes: Sizes, layer: str) -> Case:
     counts = torch.bincount(slot_A, minlength=count).tolist()
     expected = torch.empty(sizes.rows, sizes.hidden, device=sizes.device)
     expected[order_A] = experts_loop(x_AH[order_A].float(), counts, w13.float(), w2.float())
-    tiling = None if sizes.device == "cuda" else Tiling(16, 32, 32, 4, 2)
-    variants: dict[str, Callable[[], Sequence[Tensor]]] = {
-        "kernel": lambda: [experts(x_AH, None, slot_A, w13, w2, tiling)],
-        "grouped_mm": lambda: [experts_by_library(x_AH, None, slot_A, w13, w2)],
-    }
-    tolerance = 2e-2 if sizes.dtype == torch.bfloat16 else 1e-4
-    return Case(f"experts_{layer}", variants, [expected], tolerance, bar=Bar("speedup", 1.0, "grouped_mm"))
+
+    def kernel(tiling: Tiling | None) -> list[Tensor]:
+        return [experts(x_AH, None, slot_A, w13, w2, tiling)]
+
+    own = None if sizes.device == "cuda" else Tiling(16, 32, 32, 4, 2)
+    variants: dict[str, Callable[[], Sequence[Tensor]]] = {"kernel": partial(kernel, own)}
+    if sizes.device == "cuda":  # for whoever sets `tiling_of`
+        variants |= {f"kernel {t.block_m}x{t.block_n}": partial(kernel, t) for t in (WIDE, PREFILL, MIDDLE)}
+    variants["grouped_mm"] = lambda: [experts_by_library(x_AH, None, slot_A, w13, w2)]
+    reads = {} if _grouped_on_device(sizes) else {"grouped_mm": "F.grouped_mm reads sizes on the host on this GPU"}
+    tolerance, bar = 2e-2 if sizes.dtype == torch.bfloat16 else 1e-4, Bar("speedup", 1.0, "grouped_mm")
+    return Case(f"experts_{layer}", variants, [expected], tolerance, bar=bar, uncapturable=reads)
+
+
+def _grouped_on_device(sizes: Sizes) -> bool:
+    """torch has a grouped product of bf16 without host reads for Hopper and Blackwell (sm_90, sm_100)."""
+    if sizes.device != "cuda":
+        return False
+    return not torch.version.hip and torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def exchange_case(sizes: Sizes, dedup: bool) -> Case:

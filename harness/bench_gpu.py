@@ -22,7 +22,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -47,6 +47,7 @@ FLUSH_BYTES = 256 << 20
 COPY_BYTES = 1 << 30
 REPLAYS = {"graph_warm": 1000, "graph_cold": 100}
 EAGER = 100
+WARM_UPS = 3  # compile kernels and let libraries allocate, before anything is captured
 SLEPT = 100  # replays that the host launches within one sleep of the device
 MOST_RANKS, RANK_TOKENS, RANK_ROUNDS = 8, (128, 4096), 100  # between GPUs
 
@@ -59,9 +60,7 @@ def bench(out: Path, dry_run: bool, repeats: int = 2) -> int:
         raise UserError("bench-gpu needs a CUDA device; --dry-run checks every case on a CPU")
     rows: list[dict[str, Any]] = []
     for repeat in range(1 if dry_run else repeats):
-        for row in whole_run(dry_run):
-            rows.append({**row, "repeat": repeat})
-            print(sentence(row))
+        rows += [{**row, "repeat": repeat} for row in whole_run(dry_run)]
     add_spread(rows)
     wrong = sum(not row["correct"] for row in rows)
     spreads = [row["p50_spread"] for row in rows if "p50_spread" in row]
@@ -74,8 +73,9 @@ def bench(out: Path, dry_run: bool, repeats: int = 2) -> int:
     return 1 if wrong else 0
 
 
-def whole_run(dry_run: bool) -> Iterator[dict[str, Any]]:
-    """Every row once, each with the environment: the state of the GPUs before and after all of them."""
+def whole_run(dry_run: bool) -> list[dict[str, Any]]:
+    """Every row once, said as soon as it is known, each with the environment: the state of the GPUs before and after all of
+    them. A case that cannot be made or timed is a row that says why, and the others go on."""
     from . import bench_cases
 
     sizes = bench_cases.DRY if dry_run else bench_cases.FULL
@@ -89,13 +89,25 @@ def whole_run(dry_run: bool) -> Iterator[dict[str, Any]]:
     }
     copy_gbps = None if dry_run else copy_bandwidth_gbps()
     rows: list[dict[str, Any]] = []
-    for case in bench_cases.cases(sizes):
-        rows += [{**row, "copy_gbps": copy_gbps, "environment": about} for row in run_case(case, copy_gbps)]
-    rows += [{**row, "environment": about | between(row)} for row in rank_rows(dry_run)]
+
+    def keep(made: Iterable[dict[str, Any]]) -> None:
+        for row in made:
+            rows.append({"environment": about | between(row), **row})
+            print(sentence(row), flush=True)
+
+    for name, make in bench_cases.makers(sizes).items():
+        try:
+            for case in make():
+                keep({"copy_gbps": copy_gbps, **row} for row in run_case(case, copy_gbps))
+        except Exception as error:  # its kernels or memory; whatever is wrong with the device shows in the next one too
+            keep([{"case": name, "variant": "-", "mode": "not_timed", "correct": False, "error": first_line(error)}])
+    if not dry_run:
+        torch.cuda.empty_cache()  # rank 0 shares this GPU
+    keep(rank_rows(dry_run))
     after = [] if dry_run else gpu_state()
     for row in rows:
         row["environment"]["gpu_state_after"] = after
-    yield from rows
+    return rows
 
 
 def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
@@ -107,10 +119,13 @@ def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
         if copy_gbps is None or errors[name] is not None:
             rows.append({**base, "mode": "dry_run" if copy_gbps is None else "not_timed"})
             continue
-        times_us, results = graph_times(run)
+        reason = case.uncapturable.get(name)
+        times_us, results = graph_times(run, captured=reason is None)
         after = failure(partial(case.verify, name, results))
         base |= {"correct": after is None, "error": after}
         rows += [{**base, "mode": mode, **summary(times)} for mode, times in times_us.items()]
+        if reason is not None:
+            rows += [{**base, "mode": mode, "reason": reason} for mode in REPLAYS]
     if all(row["correct"] for row in rows):
         add_ratios(rows, case, copy_gbps)
     return rows
@@ -145,26 +160,38 @@ def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
 
 
 def failure(check: Callable[[], None]) -> str | None:
-    """The first line of what is wrong, or None."""
+    """The first line of what is wrong, or None. A variant that cannot run is as wrong as one whose results differ."""
     try:
         check()
     except AssertionError as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else "results differ"
+    except Exception as error:
+        return first_line(error)
     return None
 
 
-def graph_times(run: Callable[[], Sequence[Tensor]]) -> tuple[dict[str, list[float]], Sequence[Tensor]]:
-    """(microseconds of every iteration by mode, results of the last replay). The capture holds one call of `run`.
+def first_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else 'no message'}"
+
+
+def graph_times(
+    run: Callable[[], Sequence[Tensor]], captured: bool = True
+) -> tuple[dict[str, list[float]], Sequence[Tensor]]:
+    """(microseconds of every iteration by mode, results of the last one). The capture holds one call of `run`; not captured:
+    eager only.
 
     The device sleeps before every SLEPT iterations, so that launches are queued ahead of it; of "eager" ones it does not:
     there the host counts, as without a graph it does."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(WARM_UPS):
             run()
     torch.cuda.current_stream().wait_stream(side)
     times_us = {"eager_warm": [host_us(run) for _ in range(EAGER)]}
+    if not captured:
+        return times_us, run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()

@@ -1,7 +1,8 @@
 """Baselines made of torch's own symmetric-memory operators, which start and end with the tensors that SRS and SAG do.
 
 Inputs are copied into symmetric memory and results out of it, as callers of these operators have to. An operator is
-offered where this torch has it and the GPUs can run it; `missing` says why not. `multimem_*` need NVLink multicast.
+offered where this torch has it and the GPUs can run it; `missing` says why not. `multimem_*` need NVLink multicast;
+`_low_contention_*` work on a stream of their own, which the caller's has to wait for.
 """
 
 from __future__ import annotations
@@ -90,13 +91,17 @@ class SymmetricOps:
         return out_nH
 
     def _reduce_scatter_new(self, call: Any, x_TH: Tensor) -> Tensor:
-        out_nH: Tensor = call(self._ranked(x_TH), "sum", self.name)
-        return out_nH
+        return _waited(call(self._ranked(x_TH), "sum", self.name))
 
     def _all_gather(self, call: Any, rows_nH: Tensor) -> Tensor:
         call(rows_nH, self.name, self.buffer_TH)
         return self.buffer_TH.index_select(0, self.place_T)
 
     def _all_gather_new(self, call: Any, rows_nH: Tensor) -> Tensor:
-        out_TH: Tensor = call(rows_nH, self.name)
-        return out_TH.index_select(0, self.place_T)
+        return _waited(call(rows_nH, self.name)).index_select(0, self.place_T)
+
+
+def _waited(made: Tensor) -> Tensor:
+    """What an operator works on until its result is waited for: read earlier, it is neither ready nor timed."""
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(made)
+    return done

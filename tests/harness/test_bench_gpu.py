@@ -67,7 +67,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, ours_us: float) -> None:
     """graph_times with given microseconds: the arithmetic behind the rows, without a GPU."""
     times = iter([[ours_us] * 10, [30.0] * 10])
 
-    def fake(run):
+    def fake(run, captured):
         return {"graph_warm": next(times)}, run()
 
     monkeypatch.setattr(bench_gpu, "graph_times", fake)
@@ -100,7 +100,9 @@ def test_a_wrong_variant_is_not_timed_and_no_ratio_of_its_case_is_given(monkeypa
 
 
 def test_results_that_go_wrong_only_in_replays_are_caught(monkeypatch) -> None:
-    monkeypatch.setattr(bench_gpu, "graph_times", lambda run: ({"graph_warm": [1.0]}, [torch.full((3,), torch.nan)]))
+    monkeypatch.setattr(
+        bench_gpu, "graph_times", lambda run, captured: ({"graph_warm": [1.0]}, [torch.full((3,), torch.nan)])
+    )
     rows = bench_gpu.run_case(case(right=True), copy_gbps=1000.0)
     assert not any(row["correct"] for row in rows) and not any("speedup" in row for row in rows)
 
@@ -243,7 +245,7 @@ def test_a_run_is_repeated_whole_and_rows_carry_the_spread(monkeypatch, tmp_path
 
 def test_without_a_graph_nothing_is_held_against_a_bar(monkeypatch) -> None:
     modes = {"eager_warm": [40.0], "graph_warm": [20.0]}
-    monkeypatch.setattr(bench_gpu, "graph_times", lambda run: (modes, run()))
+    monkeypatch.setattr(bench_gpu, "graph_times", lambda run, captured: (modes, run()))
     rows = bench_gpu.run_case(case(right=True), copy_gbps=1000.0)
     assert {row["mode"]: "bar_met" in row for row in rows} == {"eager_warm": False, "graph_warm": True}
 
@@ -252,3 +254,28 @@ def test_bytes_across_the_busiest_port_of_an_exchange() -> None:
     """Two ranks, two tokens each, served by ranks 0 and 1 of two choices."""
     serving = [torch.tensor([[0, 1], [1, 1]]), torch.tensor([[1, 1], [1, 1]])]
     assert bench_ranks._port_rows(serving, dedup=False) == 3 and bench_ranks._port_rows(serving, dedup=True) == 2
+
+
+def test_a_pretended_gpu_runs_every_line_and_nothing_reads_the_device_while_a_graph_captures() -> None:
+    """Kernels in the interpreter, streams and graphs as stand-ins: control flow, not time."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(here)])
+    asked = [sys.executable, "-m", "pretended_gpu"]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    rows = found["rows"]
+    wrong = [row for row in rows if not row["correct"]]
+    assert [row["case"] for row in wrong] == ["spoilt"] and "item reads the device" in wrong[0][
+        "error"
+    ]  # a negative control
+    modes = {"eager_warm", "graph_warm", "graph_cold"}
+    assert {row["mode"] for row in rows if row["case"] == "sag"} == modes
+    variants = {row["variant"] for row in rows if row["case"] == "experts_toy" and "speedup" in row}
+    assert variants == {"kernel", "kernel 16x32", "kernel 16x16", "grouped_mm"}
+    eager = [row for row in rows if row["variant"] == "eager"]
+    assert [row["mode"] for row in eager if "p50_us" in row] == ["eager_warm"]
+    assert {row["reason"] for row in eager if "p50_us" not in row} == {"reads on the host"}
+    forked = {tuple(pair) for pair in found["waits"]}
+    assert len(forked) > 8 and all((there, here) in forked for here, there in forked), "a stream that is not joined"
