@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .timing import NO_PHASE, Output, PhaseTimer
+
 SLEEP_CYCLES = 20_000_000  # about 10 ms at 2 GHz
 
 
@@ -28,7 +30,57 @@ def device_ns(work: Callable[[], Any], meet: Callable[[], Any] | None = None, cu
     work()
     end.record()
     end.synchronize()
+    return _between_ns(start, end)
+
+
+class DeviceTimer(PhaseTimer):
+    """Phases by events on the stream: nothing waits for the device before the end of a layer, so that the host stays ahead of
+    it (a layer that reads sizes on the host waits there, and from there on launching counts).
+
+    Marks are nanoseconds since the devices of all ranks met, so those of all ranks lie beside each other.
+    """
+
+    def __init__(self, meet: Callable[[], Any] | None = None, cuda: Any = torch.cuda) -> None:
+        super().__init__()
+        self._meet, self._cuda = meet, cuda
+        self._events: list[tuple[str, Any]] = []
+
+    def start_layer(self) -> None:
+        self._events = []
+        self.lap(NO_PHASE)
+
+    def lap(self, phase: str) -> None:
+        self._events.append((phase, self._event()))
+
+    def clocked(self, layer: Callable[[], Output]) -> tuple[int, Output]:
+        self._cuda._sleep(SLEEP_CYCLES)
+        if self._meet is not None:
+            self._meet()
+        start = self._event()
+        output = layer()
+        end = self._event()
+        end.synchronize()
+        self.marks_L.append([(phase, _between_ns(start, event)) for phase, event in self._events])
+        return _between_ns(start, end), output
+
+    def _event(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between_ns(start: Any, end: Any) -> int:
     return int(start.elapsed_time(end) * 1e6)
+
+
+def timer_of(device: torch.device, kind: str, virtual: bool) -> PhaseTimer:
+    """The timer of a rank that computes there. Served steps are timed as they come, launching included, and virtual ranks
+    share one stream: the host's clock for both, and it waits for the device after every phase."""
+    if device.type != "cuda":
+        return PhaseTimer()
+    if kind == "batches" and not virtual:
+        return DeviceTimer(devices_meet(device))
+    return PhaseTimer(torch.cuda.synchronize)
 
 
 def devices_meet(device: torch.device) -> Callable[[], None] | None:

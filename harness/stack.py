@@ -18,6 +18,7 @@ from semmoe.run import Run
 from semmoe.schedule.base import capacity_of
 
 from .counting import Counter
+from .device_clock import timer_of
 from .device_plan import DEVICE, DevicePlan, planned_on
 from .environment import only_core
 from .feeds import Feed, make_feed
@@ -83,7 +84,7 @@ class Stack:
         self.placement = run.fitted.placement
         self.device_plan = DevicePlan(run, self.device) if planned_on(run) == DEVICE else None
         self._flush = torch.empty(int(flush_mb(run) * 1e6), dtype=torch.uint8, device=self.device)
-        self.timer = PhaseTimer(torch.cuda.synchronize if self.device.type == "cuda" else None)
+        self.timer = self.make_timer()
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None
         self.layers: list[MoELayer] = build_layers(
             self.transport,
@@ -104,6 +105,10 @@ class Stack:
     def core(self) -> int | None:
         """The one core that this rank computes on; None: it has several, or a device."""
         return only_core() if self.device.type == "cpu" else None
+
+    def make_timer(self) -> PhaseTimer:
+        """What tells the phases of a layer apart."""
+        return timer_of(self.device, self.run.kind, self.context.virtual is not None)
 
     def make_feed(self) -> Feed:
         """Where hidden states and weights come from. Collective."""
@@ -148,9 +153,7 @@ class Stack:
 
     def timed(self, layer: int, given: LayerInput) -> tuple[int, LayerOutput | None]:
         """(nanoseconds of one layer on this rank, what it gave)."""
-        start = perf_counter_ns()
-        output = self.forward(layer, given)
-        return perf_counter_ns() - start, output
+        return self.timer.clocked(lambda: self.forward(layer, given))
 
     def flush_caches(self) -> None:
         """Write measure.flush_mb; done on the device too when it returns."""

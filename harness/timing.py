@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns
+from typing import TypeVar
 
+Output = TypeVar("Output")
 PHASES = ("plan", "gate", "permute", "srs", "dispatch", "experts", "combine", "sag")
 EXCHANGES = ("srs", "dispatch", "combine", "sag")  # phases in which ranks wait for each other
+NO_PHASE = ""  # of marks: the start, and what is skipped
 Marks = list[tuple[str, int]]  # ("", start), then each phase with the nanosecond that it ended at
 
 
@@ -26,18 +29,22 @@ class PhaseTimer:
         self.marks_L = []
 
     def start_layer(self) -> None:
-        self.marks_L.append([("", self._clock())])
+        self.marks_L.append([(NO_PHASE, self._clock())])
 
     def skip(self) -> None:
         """What was done since the last lap belongs to no phase."""
-        if self._wait is not None:
-            self._wait()
-        self._last = perf_counter_ns()
+        self.lap(NO_PHASE)
 
     def lap(self, phase: str) -> None:
         if self._wait is not None:
             self._wait()
         self.marks_L[-1].append((phase, self._clock()))
+
+    def clocked(self, layer: Callable[[], Output]) -> tuple[int, Output]:
+        """(nanoseconds of a layer on this rank, what it gave)."""
+        start = perf_counter_ns()
+        output = layer()
+        return perf_counter_ns() - start, output
 
     @property
     def laps_ns(self) -> list[dict[str, int]]:
@@ -49,5 +56,6 @@ def laps_of(marks: Marks) -> dict[str, int]:
     """Nanoseconds by phase. Worked example: [("", 5), ("gate", 8), ("permute", 9), ("gate", 10)] -> gate 4, permute 1."""
     laps = dict.fromkeys(PHASES, 0)
     for (_, start), (phase, end) in pairwise(marks):
-        laps[phase] += end - start
+        if phase != NO_PHASE:
+            laps[phase] += end - start
     return laps

@@ -7,8 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.device_clock import device_ns, devices_meet  # noqa: E402
+from harness.critical_path import attribute  # noqa: E402
+from harness.device_clock import DeviceTimer, device_ns, devices_meet, timer_of  # noqa: E402
 from harness.links import PortMeter, link_of, port_bytes  # noqa: E402
+from harness.timing import PhaseTimer  # noqa: E402
 from semmoe.results import COLUMNS  # noqa: E402
 from semmoe.traffic import Traffic  # noqa: E402
 from semmoe.traffic.collective import Collective  # noqa: E402
@@ -83,5 +85,52 @@ def test_the_device_sleeps_and_meets_before_the_clock_starts_and_only_the_work_c
     assert device_ns(lambda: cuda.launch("kernel", 1.0), None, cuda) == 1_000_000
 
 
-def test_cpu_ranks_have_no_devices_to_meet():
+def test_cpu_ranks_have_no_devices_to_meet_and_the_plain_timer():
     assert devices_meet(torch.device("cpu")) is None
+    for kind in ("batches", "serve"):
+        for virtual in (True, False):
+            assert type(timer_of(torch.device("cpu"), kind, virtual)) is PhaseTimer
+
+
+def test_phases_of_an_eager_layer_are_told_apart_by_events_behind_a_sleep():
+    cuda = Cuda()
+    timer = DeviceTimer(lambda: cuda.launch("meet", 3.0), cuda)
+
+    def layer() -> str:
+        timer.start_layer()
+        for phase, ms in (("gate", 0.5), ("dispatch", 1.0), ("", 4.0), ("experts", 2.0)):
+            assert not cuda.log, "the host never waits inside a layer"
+            cuda.launch("kernel", ms)
+            timer.lap(phase) if phase else timer.skip()
+        cuda.launch("rest", 0.25)
+        return "output"
+
+    took_ns, output = timer.clocked(layer)
+    assert (took_ns, output) == (7_750_000, "output")
+    assert cuda.log == ["sleep", "meet", "event", "event", *["kernel", "event"] * 4, "rest", "event"]
+    (laps,) = timer.laps_ns
+    assert {phase: ns for phase, ns in laps.items() if ns} == {"gate": 500_000, "dispatch": 1e6, "experts": 2e6}
+    assert timer.marks_L == [
+        [("", 0), ("gate", 500_000), ("dispatch", 1_500_000), ("", 5_500_000), ("experts", 7_500_000)]
+    ]
+    timer.reset()
+    assert timer.marks_L == []
+
+
+def test_what_is_skipped_belongs_to_no_phase():
+    ticks = iter(range(0, 100, 10))
+    timer = PhaseTimer(clock=lambda: next(ticks))
+    timer.start_layer()
+    timer.lap("gate")
+    timer.skip()
+    timer.lap("combine")
+    assert timer.laps_ns[0]["combine"] == timer.laps_ns[0]["gate"] == 10 and sum(timer.laps_ns[0].values()) == 20
+    part = attribute([timer.marks_L], [0])
+    assert part.path_L["combine"] == [10] and sum(ns[0] for ns in part.path_L.values()) == 20
+
+
+def test_attributing_marks_of_several_devices_since_they_met():
+    """Rank 1 enters the dispatch 2 ms late: rank 0 waits for it, the exchange itself takes 1 ms."""
+    late = [[("", 0), ("gate", int(gate_ms * 1e6)), ("dispatch", 4_000_000)] for gate_ms in (1, 3)]
+    part = attribute([[marks] for marks in late], ["gpu 0", "gpu 1"])
+    assert part.path_L["gate"] == [3e6] and part.path_L["dispatch"] == [1e6] and part.wait_L == [1e6]
