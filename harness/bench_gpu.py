@@ -13,7 +13,7 @@ ratio of that case is printed and the command fails.
 
 The whole run is repeated (--repeats, 2: new buffers, captures and ranks each time), clocks, power and temperature are read
 before and after each; rows carry the spread of the repeats. One JSON line a row (bench_rows.py): modes graph_warm, graph_cold,
-eager_warm, between GPUs eager_warm and eager_cold, dry_run, skipped. The times of every iteration lie beside (.times.jsonl).
+eager_warm, between GPUs eager_cold too, dry_run, skipped, not_timed. The times of every iteration lie beside (.times.jsonl).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -103,7 +103,20 @@ def whole_run(dry_run: bool) -> list[dict[str, Any]]:
             keep([{"case": name, "variant": "-", "mode": "not_timed", "correct": False, "error": first_line(error)}])
     if not dry_run:
         torch.cuda.empty_cache()  # rank 0 shares this GPU
-    keep(rank_rows(dry_run))
+    try:
+        keep(rank_rows(dry_run))
+    except Exception as error:
+        keep(
+            [
+                {
+                    "case": "between_ranks",
+                    "variant": "-",
+                    "mode": "not_timed",
+                    "correct": False,
+                    "error": first_line(error),
+                }
+            ]
+        )
     after = [] if dry_run else gpu_state()
     for row in rows:
         row["environment"]["gpu_state_after"] = after
@@ -131,7 +144,7 @@ def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
     return rows
 
 
-def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
+def rank_rows(dry_run: bool, gpus: int | None = None) -> Iterator[dict[str, Any]]:
     """Rows of real ranks: one a GPU, where there are two or more; two CPU processes in a dry run. gpus: as if so many."""
     from .bench_ranks import RankSizes, bench_ranks
     from .links import peer_copy_gbps
@@ -145,18 +158,15 @@ def rank_rows(dry_run: bool, gpus: int | None = None) -> list[dict[str, Any]]:
     )
     if ranks < 2:
         reason = "shuffle and exchange between ranks need two GPUs or more, this machine has one"
-        return [
-            {"case": "between_ranks", "variant": "-", "mode": "skipped", "correct": True, "reason": reason, **about}
-        ]
+        yield {"case": "between_ranks", "variant": "-", "mode": "skipped", "correct": True, "reason": reason, **about}
+        return
     dry = RankSizes(24, 32, 8, 2, torch.float32, "shared", "torch", rounds=0)
     full = [RankSizes(t, 2048, 128, 8, torch.bfloat16, "symmetric", "triton", RANK_ROUNDS) for t in RANK_TOKENS]
-    rows: list[dict[str, Any]] = []
     with RankPool(ranks, timeout_s=300.0) as pool:
         link_gbps = None if dry_run else min(pool.run(peer_copy_gbps, COPY_BYTES))
         for sizes in [dry] if dry_run else full:
             for timed_G in zip(*pool.run(bench_ranks, sizes), strict=True):
-                rows += timed_rows(timed_G, sizes, link_gbps, about)
-    return rows
+                yield from timed_rows(timed_G, sizes, link_gbps, about)
 
 
 def failure(check: Callable[[], None]) -> str | None:

@@ -5,18 +5,20 @@
     srs_sag   x -> every token's sum on every rank                   both of them; the same without index; one all-reduce
     exchange  own rows -> weighted sum of k experts' answers         index, library all-to-all, answers, all-to-all, index
 
-All variants of a case start and end with the same tensors and are called in turn, so that what disturbs one disturbs all.
+All variants of a case start and end with the same tensors and are called in turn, so that what disturbs one disturbs all. On
+GPUs ours is device work only (bench_device.py), and every variant is timed twice: called, and replayed from a CUDA graph where
+one can hold it; without a graph short operations time their launches.
 Homes are a random permutation with equal counts: libraries' reduce-scatter and all-gather know no others. In "exchange"
 an expert scales a row by its number + 1, so that a wrong one shows and rows alone count.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,18 +27,20 @@ from torch import Tensor
 
 from semmoe.dispatch import DispatchSpec
 
-from .check import poisoned
-from .device_clock import device_ns, devices_meet
 from .dispatchers import AllToAll
+from .fixed import Sizes, total_bytes
+from .rank_timing import RankCase, Timed, check_and_time
 from .symmetric_ops import OPERATORS, SymmetricOps, missing
 from .timing import PhaseTimer
 from .transport.base import Transport
 from .transport.choose import make_transport, rank_device
 from .transport.plan import ShufflePlan
+from .transport.staged import StagedTransport
 from .worker import RankContext
 
-FLUSH_BYTES = 256 << 20
-UNABLE = "cannot run here:"
+if TYPE_CHECKING:
+    from .bench_device import BenchDevice
+
 CASES = ("srs", "sag", "srs_sag", "exchange")
 
 
@@ -54,31 +58,6 @@ class RankSizes:
     rounds: int
 
 
-@dataclass(frozen=True, eq=False)
-class RankCase:
-    """variants: name -> call that returns this rank's result, `expected` within `tolerance`. skipped: name -> why.
-    port_bytes: name -> payload that crosses the busiest rank's port, one way, as nccl-tests' bus bandwidth counts it."""
-
-    name: str
-    variants: dict[str, Callable[[], Tensor]]
-    expected: Tensor
-    tolerance: float
-    skipped: dict[str, str] = field(default_factory=dict)
-    port_bytes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What one rank has of one case. error: variant -> what is wrong, or None; us: (variant, mode) -> microseconds;
-    port_bytes: variant -> see RankCase."""
-
-    case: str
-    error: dict[str, str | None]
-    skipped: dict[str, str]
-    us: dict[tuple[str, str], list[float]]
-    port_bytes: dict[str, int] = field(default_factory=dict)
-
-
 def bench_ranks(context: RankContext, sizes: RankSizes, cases: tuple[str, ...] = CASES) -> list[Timed]:
     """Task of every rank: check every variant of every case, then time all of them in turn, if all are right anywhere."""
     warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for two of the calls
@@ -88,11 +67,8 @@ def bench_ranks(context: RankContext, sizes: RankSizes, cases: tuple[str, ...] =
     for case in cases_of(sizes, transport, device):
         if case.name not in cases:
             continue
-        told = _on_all_ranks({name: _error(case, name) for name in case.variants})
-        skipped = case.skipped | {name: text for name, text in told.items() if text and text.startswith(UNABLE)}
-        error = {name: text for name, text in told.items() if name not in skipped}
-        right = {name: case.variants[name] for name, text in error.items() if text is None}
-        done.append(Timed(case.name, error, skipped, time_all(right, sizes.rounds, device), case.port_bytes))
+        done.append(check_and_time(case, sizes.rounds, device))
+        context.progress(len(done), len(cases))
     return done
 
 
@@ -106,6 +82,7 @@ def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> li
     x_TH, sum_TH = x_GTH[rank].to(device), x_GTH.float().sum(0).to(device, sizes.dtype)
     mine_nH = sum_TH[plan.mine_T(rank)]
     out_nH, ranked_TH = torch.empty_like(mine_nH), torch.empty_like(x_TH)
+    device_work = _device_work(sizes, transport, plan)
 
     def index_reduce_scatter() -> Tensor:
         dist.reduce_scatter_tensor(out_nH, x_TH.index_select(0, plan.perm_T))
@@ -136,6 +113,12 @@ def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> li
             "all_reduce": all_reduce,
         },
     }
+    if device_work is not None:
+        work = device_work
+        work.fixed.x.local.copy_(x_TH)
+        made["srs"] |= {"ours": lambda: work.srs(x_TH), "ours_in_place": work.srs_in_place}
+        made["sag"]["ours"] = lambda: work.sag(mine_nH)
+        made["srs_sag"]["ours"] = lambda: work.srs_sag(x_TH)
     skipped: dict[str, dict[str, str]] = {name: {} for name in made}
     library = None
     for operator, case in OPERATORS.items():
@@ -157,11 +140,14 @@ def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> li
         RankCase(name, calls, expected[name], tolerance, skipped[name], dict.fromkeys(calls, crossed[name]))
         for name, calls in made.items()
     ]
-    return [*cases, exchange_case(sizes, transport, sum_TH.chunk(ranks)[rank].contiguous())]
+    return [*cases, exchange_case(sizes, transport, sum_TH.chunk(ranks)[rank].contiguous(), device_work)]
 
 
-def exchange_case(sizes: RankSizes, transport: Transport, x_nH: Tensor) -> RankCase:
-    """Dispatch and combine by the dispatchers, over the transport, against the library's all-to-all."""
+def exchange_case(
+    sizes: RankSizes, transport: Transport, x_nH: Tensor, device_work: BenchDevice | None = None
+) -> RankCase:
+    """Dispatch and combine by the dispatchers over the transport, or by kernels as device work, against the library's
+    all-to-all."""
     ranks, rank, device = transport.ranks, transport.rank, x_nH.device
     per_rank, tokens = sizes.experts // ranks, len(x_nH)
     slots_Gnk = [_drawn_slots(sizes, tokens, source) for source in range(ranks)]
@@ -207,6 +193,9 @@ def exchange_case(sizes: RankSizes, transport: Transport, x_nH: Tensor) -> RankC
         "ours_by_assignment": lambda: dispatched("a2a_assignment"),
         "index_all_to_all": library,
     }
+    if device_work is not None:
+        for name, dedup in (("ours", True), ("ours_by_assignment", False)):
+            variants[name] = partial(device_work.exchange, x_nH, slots_nk, weights_nk, dedup)
     row_bytes = sizes.hidden * sizes.dtype.itemsize
     port_rows = {dedup: _port_rows([slots // per_rank for slots in slots_Gnk], dedup) for dedup in (True, False)}
     crossed = {name: 2 * port_rows[name == "ours"] * row_bytes for name in variants}
@@ -229,50 +218,20 @@ def _port_rows(serving_Gnk: list[Tensor], dedup: bool) -> int:
     return int(torch.maximum(rows_GG.sum(0), rows_GG.sum(1)).max())
 
 
-def time_all(
-    variants: dict[str, Callable[[], Tensor]], rounds: int, device: torch.device
-) -> dict[tuple[str, str], list[float]]:
-    """(variant, mode) -> microseconds of every round on this rank. Modes: "warm"; on GPUs "cold" too, after a flush."""
-    on_gpu = device.type == "cuda"
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if on_gpu else None
-    meet = devices_meet(device)
-    us: dict[tuple[str, str], list[float]] = {}
-    for mode in ("warm", "cold") if on_gpu else ("warm",):
-        for _ in range(rounds):
-            for name, call in variants.items():
-                if flush is not None and mode == "cold":
-                    flush.zero_()
-                us.setdefault((name, mode), []).append(device_ns(call, meet) / 1e3 if on_gpu else _host_us(call))
-    return us
+def _device_work(sizes: RankSizes, transport: Transport, plan: ShufflePlan) -> BenchDevice | None:
+    """Ours between GPUs; None between CPU processes, where the transport's own calls are timed."""
+    if sizes.kernels != "triton":
+        return None
+    from .bench_device import BenchDevice  # imports Triton
+
+    assert isinstance(transport, StagedTransport)
+    return BenchDevice(transport, plan, _buffers(sizes, transport.ranks), sizes.experts // transport.ranks)
 
 
-def _host_us(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - start) / 1e3
+def _buffers(sizes: RankSizes, ranks: int) -> Sizes:
+    from .bench_device import buffer_sizes
 
-
-def _error(case: RankCase, name: str) -> str | None:
-    """What is wrong with a variant on this rank. An operator that these GPUs cannot run is no fault of ours."""
-    try:
-        with poisoned():
-            result = case.variants[name]()
-        torch.testing.assert_close(result, case.expected, rtol=case.tolerance, atol=case.tolerance)
-    except AssertionError as error:
-        return str(error).strip().splitlines()[0]
-    except RuntimeError as error:
-        if not name.startswith("symm_mem."):
-            raise
-        return f"{UNABLE} {str(error).strip().splitlines()[0]}"
-    return None
-
-
-def _on_all_ranks(error: dict[str, str | None]) -> dict[str, str | None]:
-    """The first rank's error of each variant."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, error)
-    return {name: next((errors[name] for errors in told if errors[name]), None) for name in error}
+    return buffer_sizes(sizes.tokens, sizes.hidden, sizes.top_k, ranks, sizes.dtype)
 
 
 def _transport(context: RankContext, sizes: RankSizes) -> Transport:
@@ -281,5 +240,6 @@ def _transport(context: RankContext, sizes: RankSizes) -> Transport:
     key = (sizes.transport, sizes.kernels, sizes.tokens * (sizes.top_k + 1) * width)
     made: dict[Any, Transport] = context.state.setdefault("bench_ranks", {})
     if key not in made:
-        made[key] = make_transport(sizes.transport, None, key[2], sizes.kernels)
+        fixed = total_bytes(_buffers(sizes, context.ranks)) if sizes.kernels == "triton" else 0
+        made[key] = make_transport(sizes.transport, None, key[2], sizes.kernels, fixed)
     return made[key]

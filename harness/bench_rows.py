@@ -57,7 +57,7 @@ def timed_rows(
             rows.append({**known, "mode": "dry_run" if not sizes.rounds else "not_timed"})
         for mode in modes:
             slowest = [max(round_G) for round_G in zip(*(timed.us[name, mode] for timed in timed_G), strict=True)]
-            rows.append({**known, "mode": f"eager_{mode}", **summary(slowest)})
+            rows.append({**known, "mode": mode, **summary(slowest)})
     ours = {row["mode"]: row["p50_us"] for row in rows if row["variant"] == "ours" and "p50_us" in row}
     for row in rows if all(row["correct"] for row in rows) else ():
         if row["mode"] in ours:
@@ -73,7 +73,7 @@ def between(row: dict[str, Any]) -> dict[str, Any]:
     """What differs in the environment of a row of real ranks; nothing in that of virtual ones."""
     if "transport" not in row:
         return {}
-    mode = "eager, two CPU processes" if row["transport"] == "shared" else "eager, one rank a GPU"
+    mode = "eager, two CPU processes" if row["transport"] == "shared" else "one rank a GPU"
     return {"transport": row["transport"], "kernel_path": row["kernel_path"], "ranks": row.get("ranks"), "mode": mode}
 
 

@@ -30,7 +30,8 @@ def sizes_of(tokens: int, rounds: int) -> RankSizes:
 def medians_us(timed_G: tuple[Timed, ...]) -> dict[str, float]:
     """Of the slowest rank of each round, the first three rounds left out."""
     slowest = {
-        name: [max(us) for us in zip(*(t.us[name, "warm"] for t in timed_G), strict=True)] for name in timed_G[0].error
+        name: [max(us) for us in zip(*(t.us[name, "eager_warm"] for t in timed_G), strict=True)]
+        for name in timed_G[0].error
     }
     return {name: median(us[3:]) for name, us in slowest.items()}
 

@@ -142,3 +142,24 @@ def rounds(number: int, dedup: bool, synced: bool) -> int:
 def _serve_anything(*arguments) -> None:
     with contextlib.suppress(AssertionError):  # stale rows may be NaN where the twin compares; the sums are counted
         serve(*arguments)
+
+
+def check_bench_device(ranks: int) -> list[str]:
+    """What `bench_ranks` times of ours between GPUs: right twice in a row, without a host read, in any order of cases."""
+    from host_reads import no_host_reads
+    from rank_processes import transport_of
+
+    from harness.bench_ranks import RankSizes, cases_of
+
+    transport = transport_of("shared_fused", ranks)
+    if transport is None:
+        return []
+    sizes = RankSizes(24, 32, 8, 2, torch.float32, "shared", "triton", rounds=0)
+    done = []
+    for case in 2 * cases_of(sizes, transport, torch.device("cpu")):
+        for name in [name for name in case.variants if name.startswith("ours")]:
+            with no_host_reads():
+                result = case.variants[name]()
+            torch.testing.assert_close(result, case.expected, rtol=1e-5, atol=1e-5)
+            done.append(f"{case.name} {name}")
+    return done

@@ -186,7 +186,7 @@ def test_every_library_operator_ends_with_our_tensors_and_one_that_cannot_run_is
 
 def test_time_between_ranks_is_the_slowest_rank_of_each_round_and_no_ratio_where_one_is_wrong() -> None:
     def timed(ours: list[float], error: str | None) -> Timed:
-        us = {("ours", "cold"): ours} | ({} if error else {("library", "cold"): [30.0, 30.0, 30.0]})
+        us = {("ours", "eager_cold"): ours} | ({} if error else {("library", "eager_cold"): [30.0, 30.0, 30.0]})
         return Timed("srs", {"ours": None, "library": error}, {}, us, {"ours": 1536, "library": 1536})
 
     right = [timed([10.0, 20.0, 90.0], None), timed([5.0, 40.0, 1.0], None)]

@@ -31,3 +31,9 @@ def test_two_processes_exchange_without_a_wrong_row_under_delays(dedup: bool) ->
 def test_without_the_barrier_stale_rows_reach_the_sum() -> None:
     """Negative control of the rounds."""
     assert sum(rank_processes().run(kernel_cases_exchange.rounds, 4, True, False)[:2]) > 0
+
+
+def test_what_is_timed_of_ours_between_gpus_is_right_and_reads_nothing_on_the_host() -> None:
+    done = rank_processes().run(kernel_cases_exchange.check_bench_device, 2)
+    ours = ["srs ours", "srs ours_in_place", "sag ours", "srs_sag ours", "exchange ours", "exchange ours_by_assignment"]
+    assert done == [2 * ours, 2 * ours, [], []]
