@@ -12,10 +12,11 @@ this rank's share of the vocabulary. Weights are `BlockWeights`; those of expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ from semmoe.specs import ModelSpec
 from .attention import Attention, Sequences, make_attention
 from .attention_shapes import HeadShard
 from .block_weights import BlockWeights
-from .layer import MoELayer
+from .layer import LayerOutput, MoELayer
 from .reference.shuffle import rms_norm
 from .transport.base import Transport
 
 if TYPE_CHECKING:
     from .stack import LayerInput
 
-Mark = Callable[[str], None]  # called when "attention" or "layer" of a block begins, and with "end"
+Mark = Callable[[str], None]  # called when "attention", then "dense" or "layer" of a block begins, and at its "end"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,8 @@ class Block:
 
 
 class Blocks:
-    """All of them. moe_layers: in the order of model.layer_ids. most_sequences, positions: what caches are made for."""
+    """All of them. moe_layers: in the order of model.layer_ids. most_sequences, positions: what caches are made for.
+    forward: runs a MoE layer as Stack.forward does; None: with the homes that it is given."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Blocks:
         most_sequences: int,
         positions: int,
         seed: int = 0,
+        forward: Callable[..., LayerOutput] | None = None,
     ) -> None:
         if len(moe_layers) != model.num_moe_layers:
             raise UserError(f"{len(moe_layers)} MoE layers for {model.name}, which has {model.num_moe_layers}")
@@ -87,9 +90,10 @@ class Blocks:
         self.transport, self.model, self.flow = transport, model, first.spec.flow
         self.device, self.dtype = first.weights.gate_EH.device, first.dtype
         self.weights = BlockWeights(model, seed)
-        self.dp = self.flow == "dp"
+        self.dp, self.most_sequences = self.flow == "dp", most_sequences
         rank, ranks = transport.rank, transport.ranks
         self.shard = HeadShard(model) if self.dp else HeadShard(model, rank, ranks)
+        self._forward = forward or partial(_forward, moe_layers)
         by_id = dict(zip(model.layer_ids, moe_layers, strict=True))
         queue = rank if self.dp else 0
         self.blocks = []
@@ -109,22 +113,23 @@ class Blocks:
         own_VH = head_VH if self.dp else head_VH.tensor_split(ranks)[rank]
         self.head_VH = own_VH.to(self.device, self.dtype)
 
-    def forward(
+    def run(
         self, x: Tensor, inputs: Sequence[LayerInput], sequences: Sequences, mark: Mark = lambda what: None
-    ) -> list[Tensor]:
-        """The residual stream before every block and after the last: [n, H] in dp, else [T, H]. inputs: routes and homes
-        of the MoE layers. Collective."""
-        streams, moe = [x], iter(inputs)
+    ) -> Iterator[Tensor]:
+        """The residual stream behind every block in turn, [n, H] in dp, else [T, H]. x: before the first. inputs: routes
+        and homes of the MoE layers. Collective."""
+        moe = iter(enumerate(inputs))
         for block in self.blocks:
             mark("attention")
-            stream, rows = self.attend(block, streams[-1], sequences)
-            mark("layer")
+            stream, rows = self.attend(block, x, sequences)
             if isinstance(block.feed_forward, Mlp):
-                streams.append(self._dense(block, block.feed_forward, stream, rows))
+                mark("dense")
+                x = self._dense(block, block.feed_forward, stream, rows)
             else:
-                streams.append(self._moe(block, block.feed_forward, stream, rows, next(moe)))
-        mark("end")
-        return streams
+                mark("layer")
+                x = self._moe(block, stream, rows, *next(moe))
+            mark("end")
+            yield x
 
     def attend(self, block: Block, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """(residual stream, what the feed-forward gets): in dp behind the attention and normalised; in tp flows x itself
@@ -139,18 +144,11 @@ class Blocks:
         """Of the last token of each own sequence: [B, V], in tp flows this rank's columns of all sequences'."""
         return functional.linear(rms_norm(x[sequences.last_B], self.final_norm_H), self.head_VH)
 
-    def _moe(self, block: Block, moe: MoELayer, stream: Tensor, rows: Tensor, given: LayerInput) -> Tensor:
+    def _moe(self, block: Block, stream: Tensor, rows: Tensor, layer: int, given: LayerInput) -> Tensor:
+        given = replace(given, x=rows)
         if self.dp:
-            return stream + moe.forward(rows, given.routes, beside=block.shared).y
-        return moe.forward(
-            rows,
-            given.routes,
-            given.homes_T,
-            residual_TH=stream,
-            returns_T=given.returns_T,
-            norm_H=block.post_norm_H,
-            beside=block.shared,
-        ).y
+            return stream + self._forward(layer, given, beside=block.shared).y
+        return self._forward(layer, given, residual_TH=stream, norm_H=block.post_norm_H, beside=block.shared).y
 
     def _dense(self, block: Block, mlp: Mlp, stream: Tensor, rows: Tensor) -> Tensor:
         if self.dp:
@@ -174,3 +172,7 @@ class Blocks:
     def _mlp(self, layer: int, shared: bool, split: bool) -> Mlp:
         rank, ranks = (self.transport.rank, self.transport.ranks) if split else (0, 1)
         return Mlp.share(self.weights.mlp(layer, shared), rank, ranks, self.device, self.dtype)
+
+
+def _forward(layers: Sequence[MoELayer], layer: int, given: LayerInput, **block: Any) -> LayerOutput:
+    return layers[layer].forward(given.x, given.routes, given.homes_T, returns_T=given.returns_T, **block)

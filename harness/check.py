@@ -83,6 +83,15 @@ def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.nda
     expert_of_slot_P = stack.placement.physical_to_logical_LP[layer]
     experts_Tk = torch.from_numpy(expert_of_slot_P[routed.slots_TLk[:, layer]].astype(np.int64))
     x_TH = stack.feed.rows_TH(layer, routed.rows_T).to(stack.dtype)
+    want_TH, free_Tk = moe_rows(stack, layer, x_TH, experts_Tk)
+    flipped = int((free_Tk.sort(dim=1).values != experts_Tk.sort(dim=1).values).any(dim=1).sum())
+    errors = [relative(y.float(), want_TH[torch.from_numpy(mine_n)]) for mine_n, y in ys]
+    return float(np.max(errors)), flipped  # unlike max(), it keeps NaN
+
+
+def moe_rows(stack: Stack, layer: int, x_TH: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor]:
+    """(what MoE layer `layer` makes of x_TH with forced experts, weighted as its gate does, in one process; the experts
+    that its gate would choose)."""
     source = stack.feed.source
     bias_E = gate_bias_of(source, layer)
     bias_E = None if bias_E is None else bias_E.to(stack.dtype)
@@ -91,13 +100,11 @@ def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.nda
     pairs = [source.expert(layer, expert) for expert in range(source.num_experts)]
     w13_E2FH, w2_EHF = (torch.stack([pair[i] for pair in pairs]).to(stack.dtype) for i in (0, 1))
     want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF, biases_of(source, layer))
-    free_Tk = stack.gating.choose(score_TE).sort(dim=1).values
-    flipped = int((free_Tk != experts_Tk.sort(dim=1).values).any(dim=1).sum())
-    errors = [_relative(y.float(), want_TH[torch.from_numpy(mine_n)]) for mine_n, y in ys]
-    return float(np.max(errors)), flipped  # unlike max(), it keeps NaN
+    return want_TH, stack.gating.choose(score_TE)
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over that of what is right; infinite for another shape."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():

@@ -117,6 +117,25 @@ def _new_feed(
     return RandomFeed(model, seed, open_checkpoint(checkpoint, model) if kind == "checkpoint" else None)
 
 
+def weights_of(kind: str, model: ModelSpec, seed: int, checkpoint: str | None) -> WeightSource | None:
+    """The MoE weights that a feed of this kind brings; None: random ones of the model's shape."""
+    if kind not in FEEDS:
+        raise UserError(f"measure.feed='{kind}' must be one of {', '.join(FEEDS)}")
+    if kind == "random":
+        return None
+    if kind == "checkpoint":
+        return open_checkpoint(checkpoint, model)
+    tiny = TinyWeights()
+    config = tiny.model.config
+    ours = (config.hidden, config.num_layers, config.num_experts, config.top_k)
+    if ours != (model.hidden, model.num_layers, model.num_experts, model.top_k):
+        raise UserError(
+            f"measure.feed=hidden brings the tiny model's MoE weights (hidden, layers, experts, top-k: {ours}), not those of "
+            f"{model.name}; set measure.feed=random"
+        )
+    return tiny
+
+
 def open_checkpoint(folder: str | None, model: ModelSpec) -> WeightSource:
     """The MoE layers of a local Hugging Face folder."""
     from .models.hf_checkpoint import HFCheckpoint

@@ -65,6 +65,11 @@ class FullModel(Stack):
     def __init__(self, context: RankContext, run: Run) -> None:
         _check(run)
         super().__init__(context, run)
+        if self.device.type == "cuda":
+            raise UserError(
+                "workload=serve with scope=full_model is measured on CPU ranks only; set transport=shared, scope=moe_layers "
+                "or workload=batches"
+            )
         self.model = cast(TinySource, self.feed).tiny.model.to(self.dtype)
         self.greedy = run.cfg["measure"]["tokens"] == "greedy"
         requests, token_id_T = run.workload.requests, torch.from_numpy(run.heldout.token_id_T.astype(np.int64))

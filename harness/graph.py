@@ -45,6 +45,8 @@ def why_eager(run: Run, device: torch.device) -> str | None:
     transport, spec = run.cfg["transport"], run.spec
     if device.type != "cuda":
         return "CPU tensors"
+    if run.scope == "full_model":
+        return "scope=full_model runs its blocks eagerly"
     if run.kind != "batches":
         return "steps of a served run differ in shape"
     if transport["name"] not in ("symmetric", "virtual"):

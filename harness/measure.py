@@ -17,7 +17,9 @@ from semmoe.run import Run
 from semmoe.serving.columns import served_columns
 from semmoe.serving.steplog import StepLog
 
+from .block_stack import BlockStack
 from .check import check_step
+from .check_blocks import check_blocks, checked_tokens
 from .counting import traffic_of
 from .device_plan import planned_on, planner_of
 from .environment import environment, gpu_libraries, gpu_state
@@ -35,11 +37,19 @@ from .worker import RankContext
 def measure_batches(context: RankContext, run: Run) -> RankRecord:
     """Task of every rank: check the first batch, warm up, then time every batch once."""
     device = rank_device(run.cfg["transport"]["name"], context.ranks)
-    stack = (GraphStack if graph_column(run, device) == ON else Stack)(context, run)
+    whole = run.scope == "full_model"
+    stack = (GraphStack if graph_column(run, device) == ON else BlockStack if whole else Stack)(context, run)
     planner = planner_of(run)
     steps = list(run.batch_steps())
-    routed = planner.route(*steps[0])
-    record = RankRecord(*check_step(stack, routed, stack.inputs(routed)), core=stack.core)
+    if isinstance(stack, BlockStack):
+        rows_T, queue_T = steps[0]
+        first = slice(checked_tokens(stack))
+        routed = planner.route(rows_T[first], None if queue_T is None else queue_T[first])
+        checked = check_blocks(stack, routed, stack.inputs(routed))
+    else:
+        routed = planner.route(*steps[0])
+        checked = check_step(stack, routed, stack.inputs(routed))
+    record = RankRecord(*checked, core=stack.core)
     warmup = int(run.cfg["measure"]["warmup"])
     with no_collection():
         for i in range(warmup):

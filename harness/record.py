@@ -47,7 +47,7 @@ class RankRecord:
     def keep(self, result: StepResult, routed: RoutedStep, barrier_each_layer: bool) -> int:
         """Record an executed step; returns its nanoseconds, planning included."""
         plan_ns = int(routed.planning_s * 1e9)
-        step_ns = plan_ns + (sum(result.layer_ns_L) if barrier_each_layer else result.step_ns)
+        step_ns = plan_ns + result.step_ns
         self.plan_ns_S.append(plan_ns)
         self.step_ns_S.append(step_ns)
         self.layer_ns_SL.append(result.layer_ns_L)

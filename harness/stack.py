@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
@@ -22,7 +23,7 @@ from .device_clock import timer_of
 from .device_plan import DEVICE, DevicePlan, planned_on
 from .environment import only_core
 from .feeds import Feed, make_feed
-from .layer import LayerOutput, MoELayer, Routes, build_layers
+from .layer import Beside, Homes, LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
 from .timing import Marks, PhaseTimer
 from .transport.base import Transport
@@ -65,7 +66,7 @@ class Stack:
 
     def __init__(self, context: RankContext, run: Run) -> None:
         if run.scope != self.scope:
-            raise UserError(f"scope={run.scope}: measured with workload=serve only; set scope=moe_layers")
+            raise UserError(f"scope={run.scope} for a stack of {self.scope}")
         if context.ranks != run.ep_size:
             raise UserError(f"{context.ranks} ranks for ep_size={run.ep_size}")
         self.context, self.run = context, run
@@ -77,8 +78,6 @@ class Stack:
         kernels = named.get("kernels", "torch")
         self.transport = open_transport(context, named["name"], staged, kernels, self.fixed_bytes(most))
         self.device = torch.device(getattr(self.transport, "device", "cpu"))
-        if self.device.type == "cuda" and self.scope == "full_model":
-            raise UserError("scope=full_model is measured on CPU ranks only; set transport=shared, or scope=moe_layers")
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
@@ -117,10 +116,8 @@ class Stack:
         return make_feed(self.context, measure["feed"], run.model, run.heldout, seed, folder)
 
     def inputs(self, routed: RoutedStep) -> list[LayerInput]:
-        """The inputs of every layer: own tokens in dp; elsewhere this rank's share of a sum over ranks, as
-        tensor-parallel attention leaves it (shares differ between ranks, so that a mixed-up rank shows)."""
-        rank, ranks, dp = self.context.rank, self.context.ranks, self.spec.flow == "dp"
-        share = (2 * rank + 1) / ranks**2
+        """The inputs of every layer: own tokens in dp, elsewhere this rank's part of a sum over ranks."""
+        rank, dp = self.context.rank, self.spec.flow == "dp"
         token_T = None
         if self.device_plan is not None:
             token_T = torch.from_numpy(self.run.heldout.token_id_T[routed.rows_T].astype(np.int64)).to(self.device)
@@ -128,24 +125,38 @@ class Stack:
         for layer in range(len(self.layers)):
             homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
             mine_n = np.flatnonzero(homes_T == rank) if dp else np.arange(len(routed.rows_T))
-            x_TH = self.feed.rows_TH(layer, routed.rows_T[mine_n])
+            x = self.rows(layer, routed.rows_T[mine_n])
             slots_Tk = torch.from_numpy(routed.slots_TLk[mine_n, layer].astype(np.int64)).to(self.device)
-            x = x_TH if dp else x_TH * share
             returns_T = None if routed.returns_TL is None else routed.returns_TL[:, layer]
             x = x.to(self.device, self.dtype)
             inputs.append(LayerInput(x, Routes(slots_Tk), homes_T, mine_n, returns_T, token_T))
         return inputs
 
-    def forward(self, layer: int, given: LayerInput) -> LayerOutput:
-        """Layers of a step in order, where this rank plans them."""
-        if self.device_plan is None:
-            homes_T = None if self.spec.flow == "dp" else given.homes_T
-            return self.layers[layer].forward(given.x, given.routes, homes_T, returns_T=given.returns_T)
-        assert given.token_T is not None
+    def rows(self, layer: int, rows_T: NDArray[np.int64]) -> Tensor:
+        """What this rank has of these rows before a layer: in tp flows a share of them, as tensor-parallel attention leaves
+        it (shares differ between ranks, so that a mixed-up rank shows)."""
+        x_TH = self.feed.rows_TH(layer, rows_T)
+        return x_TH if self.spec.flow == "dp" else x_TH * ((2 * self.context.rank + 1) / self.context.ranks**2)
+
+    def forward(
+        self,
+        layer: int,
+        given: LayerInput,
+        residual_TH: Tensor | None = None,
+        norm_H: Tensor | None = None,
+        beside: Beside | None = None,
+    ) -> LayerOutput:
+        """Layers of a step in order, where this rank plans them. residual_TH, norm_H, beside: see MoELayer.forward."""
+        plan, homes_T = self.device_plan, None if self.spec.flow == "dp" else given.homes_T
+        homes: Homes | Callable[[], Homes] | None = homes_T
+        if plan is not None:
+            assert given.token_T is not None
+            homes = partial(plan.homes, layer, given.token_T)
         output = self.layers[layer].forward(
-            given.x, given.routes, partial(self.device_plan.homes, layer, given.token_T)
+            given.x, given.routes, homes, residual_TH, None, given.returns_T, norm_H, beside
         )
-        self.device_plan.carried(output.carried_slots_Tk)
+        if plan is not None:
+            plan.carried(output.carried_slots_Tk)
         return output
 
     def prepare(self, inputs: list[LayerInput]) -> None:
@@ -163,7 +174,8 @@ class Stack:
                 torch.cuda.synchronize()
 
     def execute(self, inputs: list[LayerInput], barrier_each_layer: bool) -> StepResult:
-        """Run all layers once. The barrier before a timed piece is not part of it."""
+        """Run all layers once. The barrier before a timed piece is not part of it; with one before each layer a step is the
+        sum of its layers."""
         self.prepare(inputs)
         self.timer.reset()
         self.transport.counter.reset()
@@ -178,7 +190,7 @@ class Stack:
             took_ns, output = self.timed(layer, given)
             layer_ns.append(took_ns)
             outputs.append(output)
-        step_ns = perf_counter_ns() - begin
+        step_ns = sum(layer_ns) if barrier_each_layer else perf_counter_ns() - begin
         counter = self.transport.counter
         return StepResult(layer_ns, self.timer.marks_L, step_ns, Counter(counter.rank, counter.ranks, counter.layers))
 

@@ -1,4 +1,4 @@
-"""Transformer blocks in one process, the plain way: every sequence and head by itself, nothing absorbed, fused or sharded.
+"""Transformer blocks in one process, the plain way: every sequence by itself, nothing absorbed, fused or sharded.
 
 The oracle of `harness.blocks`; it shares its seeded weights and nothing of its arithmetic.
 """
@@ -25,14 +25,13 @@ def block(
     layer: int,
     x_TH: Tensor,
     plan: StepPlan,
-    cache_queue: Callable[[int], int],
     most_sequences: int,
     positions: int,
     experts: Experts | None,
 ) -> Tensor:
     """The residual stream behind decoder layer `layer`, fp32. x_TH: rows in the order of the plan's entries.
 
-    cache_queue: the queue whose caches a queue of the plan reads. experts: None in a dense layer."""
+    most_sequences, positions: what caches are made for. experts: None in a dense layer."""
     model = weights.model
     rows_TH = norm(x_TH, weights.norm(layer, "input_norm", model.hidden))
     attend = _gqa if model.attention == "gqa" else _mla
@@ -41,7 +40,7 @@ def block(
         number = place.get(queue, 0)  # of the sequence in its queue
         place[queue] = number + 1
         own_cH = rows_TH[begin : begin + count]
-        parts.append(attend(weights, layer, own_cH, start, cache_queue(queue), number, most_sequences, positions))
+        parts.append(attend(weights, layer, own_cH, start, queue, number, most_sequences, positions))
         begin += count
     x_TH = x_TH + torch.cat(parts)
     rows_TH = norm(x_TH, weights.norm(layer, "post_norm", model.hidden))
@@ -72,12 +71,14 @@ def _gqa(
     cached = weights.cache(layer, queue, (2, most, model.num_kv_heads, positions, size))[:, number, :, :start]
     query, key, value = ((x_cH @ matrices[name].T).view(len(x_cH), -1, size) for name in "qkv")
     query, key = turned(query, start), turned(key, start)
-    outs = []
-    for head in range(model.num_heads):
-        kv = head * model.num_kv_heads // model.num_heads
-        keys, values = torch.cat([cached[0, kv], key[:, kv]]), torch.cat([cached[1, kv], value[:, kv]])
-        outs.append(_softmax(query[:, head] @ keys.T / size**0.5, start) @ values)
-    return torch.cat(outs, dim=1) @ matrices["o"].T
+    shared = model.num_heads // model.num_kv_heads
+    keys_NSD, values_NSD = (
+        torch.cat([old, new.transpose(0, 1)], dim=1).repeat_interleave(shared, dim=0)
+        for old, new in zip(cached, (key, value), strict=True)
+    )
+    score_NcS = torch.einsum("cnd,nsd->ncs", query, keys_NSD) / size**0.5
+    out = torch.einsum("ncs,nsd->cnd", _softmax(score_NcS, start), values_NSD)
+    return out.reshape(len(x_cH), -1) @ matrices["o"].T
 
 
 def _mla(
@@ -92,13 +93,13 @@ def _mla(
     asked = norm(x_cH @ matrices["q_down"].T, matrices["q_norm"]) if "q_down" in matrices else x_cH
     query = (asked @ matrices["q"].T).view(len(x_cH), model.num_heads, size + rope)
     query = torch.cat([query[..., :size], turned(query[..., size:], start)], dim=2)
-    outs = []
-    for head in range(model.num_heads):
-        k_up, v_up = (matrices[name].view(model.num_heads, -1, latent)[head] for name in ("k_up", "v_up"))
-        keys = torch.cat([row_SO[:, :latent] @ k_up.T, row_SO[:, latent:]], dim=1)
-        score = query[:, head] @ keys.T / (size + rope) ** 0.5
-        outs.append(_softmax(score, start) @ (row_SO[:, :latent] @ v_up.T))
-    return torch.cat(outs, dim=1) @ matrices["o"].T
+    k_up, v_up = (matrices[name].view(model.num_heads, -1, latent) for name in ("k_up", "v_up"))
+    keys_NSD = torch.einsum("sc,ndc->nsd", row_SO[:, :latent], k_up)
+    rope_NSR = row_SO[None, :, latent:].expand(model.num_heads, -1, -1)
+    values_NSV = torch.einsum("sc,nvc->nsv", row_SO[:, :latent], v_up)
+    score_NcS = torch.einsum("cnd,nsd->ncs", query, torch.cat([keys_NSD, rope_NSR], dim=2)) / (size + rope) ** 0.5
+    out = torch.einsum("ncs,nsv->cnv", _softmax(score_NcS, start), values_NSV)
+    return out.reshape(len(x_cH), -1) @ matrices["o"].T
 
 
 def turned(x_cND: Tensor, start: int) -> Tensor:
@@ -110,10 +111,11 @@ def turned(x_cND: Tensor, start: int) -> Tensor:
     return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=2)
 
 
-def _softmax(score_cS: Tensor, start: int) -> Tensor:
+def _softmax(score_NcS: Tensor, start: int) -> Tensor:
     """Causal: new token i sees positions 0..start + i."""
-    seen = torch.arange(score_cS.shape[1])[None] <= start + torch.arange(len(score_cS))[:, None]
-    return score_cS.masked_fill(~seen, -torch.inf).softmax(dim=1)
+    _, new, positions = score_NcS.shape
+    seen = torch.arange(positions)[None] <= start + torch.arange(new)[:, None]
+    return score_NcS.masked_fill(~seen, -torch.inf).softmax(dim=2)
 
 
 def _mlp(x_TH: Tensor, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,8 +101,8 @@ class Stack:
         counts = np.bincount(self.homes_TL[:, 0], minlength=self.ranks) if self.flow == "dp" else [self.tokens]
         return self.form.plan(counts)
 
-    def on_rank(self, transport: Any, spoil: Any = None) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """(residual streams, logits) of this rank."""
+    def on_rank(self, transport: Any, spoil: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual stream, logits) of this rank."""
         spec = DispatchSpec(
             flow=self.flow,
             dispatcher=None if self.flow == "tp_replicated" else "a2a_dedup",
@@ -122,8 +123,8 @@ class Stack:
             homes_T = None if self.flow == "tp_replicated" else self.homes_TL[:, layer]
             inputs.append(LayerInput(self.x_TH, Routes(slots, self.weights_TLk[mine, layer]), homes_T, mine))
         sequences = Sequences.of(self.plan, rank if dp else 0)
-        streams = blocks.forward(self.x_TH[mine], inputs, sequences)
-        return streams, blocks.logits(streams[-1], sequences)
+        (x,) = deque(blocks.run(self.x_TH[mine], inputs, sequences), maxlen=1)
+        return x, blocks.logits(x, sequences)
 
     def want(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(last residual stream, logits) of all tokens in the order of the plan's entries, in one process."""
@@ -144,7 +145,7 @@ class Stack:
                     return moe_reference(rows, chosen, shares, w13, w2)
 
             most = max(self.sequences, 1)
-            x_TH = reference.block(weights, layer, x_TH, self.plan, int, most, self.form.positions, experts)
+            x_TH = reference.block(weights, layer, x_TH, self.plan, most, self.form.positions, experts)
         last_B = np.cumsum(self.plan.count_N) - 1
         return x_TH, reference.logits(weights, x_TH[last_B])
 
@@ -158,10 +159,10 @@ class Stack:
         want_TH, want_BV = self.want()
         found = run_virtual(self.ranks, lambda transport: self.on_rank(transport, spoil), self.kernels)
         if self.flow == "dp":
-            streams = [torch.cat([stream[-1] for stream, _ in found])]
+            streams = [torch.cat([stream for stream, _ in found])]
             logits = torch.cat([logits for _, logits in found])
         else:
-            streams = [stream[-1] for stream, _ in found]
+            streams = [stream for stream, _ in found]
             logits = torch.cat([logits for _, logits in found], dim=1)
         return [*(relative_error(stream, want_TH) for stream in streams), relative_error(logits, want_BV)]
 
