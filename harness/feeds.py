@@ -128,10 +128,11 @@ def weights_of(kind: str, model: ModelSpec, seed: int, checkpoint: str | None) -
     tiny = TinyWeights()
     config = tiny.model.config
     ours = (config.hidden, config.num_layers, config.num_experts, config.top_k)
-    if ours != (model.hidden, model.num_layers, model.num_experts, model.top_k):
+    theirs = (model.hidden, model.num_layers, model.num_experts, model.top_k)
+    if ours != theirs:
         raise UserError(
-            f"measure.feed=hidden brings the tiny model's MoE weights (hidden, layers, experts, top-k: {ours}), not those of "
-            f"{model.name}; set measure.feed=random"
+            f"measure.feed=hidden brings the tiny model's MoE weights (hidden, layers, experts, top-k: {ours}), but "
+            f"{model.name} has {theirs}; set measure.feed=random"
         )
     return tiny
 

@@ -17,6 +17,7 @@ from semmoe.run import Run
 from semmoe.serving.columns import served_columns
 from semmoe.serving.steplog import StepLog
 
+from .block_bytes import block_bytes
 from .block_stack import BlockStack
 from .check import check_step
 from .check_blocks import check_blocks, checked_tokens
@@ -115,6 +116,13 @@ def check_measurable(run: Run) -> None:
     planned_on(run)
     if flush_mb(run) and run.kind == "serve":
         raise UserError("measure.flush_mb: a served run's caches are as its steps leave them; set it to 0")
+    if run.scope == "full_model" and run.kind == "batches":
+        block_bytes(run)  # whether ranks can share the heads
+        if run.spec.flow != "dp" and run.planner().rehomes:
+            raise UserError(
+                "a token scheduler that re-homes moves outputs, not residual rows; set scope=moe_layers or another "
+                "token_scheduler"
+            )
     for key in ("prefill_ranks", "two_batch_overlap") if run.kind == "serve" else ():
         if run.cfg["serving"][key]:
             raise UserError(f"serving.{key}={run.cfg['serving'][key]} can be simulated, not measured; leave it out")

@@ -25,6 +25,7 @@ from semmoe.errors import UserError
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
+from .block_bytes import block_bytes
 from .fixed import largest_sizes, total_bytes
 from .nvlink import nvlink_text, uuids
 from .pool import Pool
@@ -41,7 +42,7 @@ FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one rank: weights of its slots (replicas included), a reference layer that the check builds (rank 0 only), and
+    """Of one rank: weights of its slots (replicas included) and of whole blocks, KV caches too; a reference layer that the check builds (rank 0 only), and
     the region of peer memory (peer transports only)."""
 
     transport: str
@@ -77,10 +78,11 @@ def needs_of(run: Run) -> Needs:
     staged = max(stage_bytes_for(spec, most * run.ep_size, run.ep_size, most), STAGE_BYTES)
     captured = name == "symmetric" and run.kind == "batches" and run.cfg["measure"]["cuda_graph"] != "off"
     fixed = total_bytes(largest_sizes(spec, run.ep_size, most)) if captured else 0
+    blocks, reference_block = block_bytes(run) if run.scope == "full_model" and run.kind == "batches" else (0, 0)
     return Needs(
         name,
-        int(slots * expert * width),
-        int(model.num_experts * expert * (width + 4)),
+        int(slots * expert * width) + blocks,
+        int(model.num_experts * expert * (width + 4)) + reference_block,
         region_bytes(staged, ARENA_BYTES + fixed) if name in ("shared", "symmetric") else 0,
     )
 
@@ -149,7 +151,7 @@ def _short(what: str, wanted: int, free: int) -> list[str]:
         return []
     return [
         f"{what}: {wanted / GIB:.2f} GiB are needed, {free / GIB:.2f} GiB are free; use a smaller model_scale, fewer slots "
-        "or tokens, or more ranks"
+        "or tokens, a shorter workload.context_tokens, or more ranks"
     ]
 
 

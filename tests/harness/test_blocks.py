@@ -198,8 +198,8 @@ def _no_residual(blocks: Blocks) -> None:
 @pytest.mark.parametrize("spoil", [_wrong_heads, _no_residual])
 @pytest.mark.parametrize("flow", FLOWS)
 def test_a_wrong_head_or_a_missing_residual_shows(flow: str, spoil: Any) -> None:
-    for kind, form in itertools.product(MODELS, FORMS.values()):
-        assert max(Stack(flow, 2, 7, MODELS[kind], form).errors(spoil)) > 1e-3, (kind, form)
+    for kind, form in (("gqa", "prefill"), ("mla", "decode")):
+        assert max(Stack(flow, 2, 7, MODELS[kind], FORMS[form]).errors(spoil)) > 1e-3, (kind, form)
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

@@ -137,7 +137,6 @@ def test_poisoned_memory_is_nan_in_every_float_type_and_only_inside():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("scope=full_model",), "scope=moe_layers"),
         (("measure.feed=hiden",), "must be one of hidden, random"),
         (("measure.feed=hidden", "model_scale=0.5"), "set model_scale=1 or measure.feed=random"),
         (("transport.name=colective",), "did you mean 'collective'"),
