@@ -42,8 +42,8 @@ FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one rank: weights of its slots (replicas included) and of whole blocks, KV caches too; a reference layer that the check builds (rank 0 only), and
-    the region of peer memory (peer transports only)."""
+    """Of one rank: weights of its slots (replicas included) and of whole blocks, KV caches too; a reference layer that the
+    check builds (rank 0 only), and the region of peer memory (peer transports only)."""
 
     transport: str
     weights_bytes: int
