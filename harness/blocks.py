@@ -72,7 +72,7 @@ class Block:
 
 class Blocks:
     """All of them. moe_layers: in the order of model.layer_ids. most_sequences, positions: what caches are made for.
-    forward: runs a MoE layer as Stack.forward does; None: with the homes that it is given."""
+    forward: runs a MoE layer as Stack.run_layer does; None: with the homes that it is given."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from .stack import LayerInput
 SEQUENCES = 64  # at most, of the checked batch
 
 
-def check_blocks(stack: BlockStack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, None]:
+def check_blocks(stack: BlockStack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, float | None]:
     """(largest relative error over blocks, logits and ranks, None: forced routes have no flips).
 
     Collective. Raises the same UserError on every rank where one disagrees: nothing may be timed then."""

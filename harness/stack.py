@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from .device_clock import timer_of
 from .device_plan import DEVICE, DevicePlan, planned_on
 from .environment import only_core
 from .feeds import Feed, make_feed
-from .layer import Beside, Homes, LayerOutput, MoELayer, Routes, build_layers
+from .layer import Homes, LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
 from .timing import Marks, PhaseTimer
 from .transport.base import Transport
@@ -138,23 +139,18 @@ class Stack:
         x_TH = self.feed.rows_TH(layer, rows_T)
         return x_TH if self.spec.flow == "dp" else x_TH * ((2 * self.context.rank + 1) / self.context.ranks**2)
 
-    def forward(
-        self,
-        layer: int,
-        given: LayerInput,
-        residual_TH: Tensor | None = None,
-        norm_H: Tensor | None = None,
-        beside: Beside | None = None,
-    ) -> LayerOutput:
-        """Layers of a step in order, where this rank plans them. residual_TH, norm_H, beside: see MoELayer.forward."""
+    def forward(self, layer: int, given: LayerInput) -> LayerOutput:
+        """Layers of a step in order, where this rank plans them."""
+        return self.run_layer(layer, given)
+
+    def run_layer(self, layer: int, given: LayerInput, **block: Any) -> LayerOutput:
+        """block: what MoELayer.forward takes inside a transformer block."""
         plan, homes_T = self.device_plan, None if self.spec.flow == "dp" else given.homes_T
         homes: Homes | Callable[[], Homes] | None = homes_T
         if plan is not None:
             assert given.token_T is not None
             homes = partial(plan.homes, layer, given.token_T)
-        output = self.layers[layer].forward(
-            given.x, given.routes, homes, residual_TH, None, given.returns_T, norm_H, beside
-        )
+        output = self.layers[layer].forward(given.x, given.routes, homes, returns_T=given.returns_T, **block)
         if plan is not None:
             plan.carried(output.carried_slots_Tk)
         return output
