@@ -87,6 +87,7 @@ micro: $(VENV)/installed
 	$(BIN)/semmoe calibrate cluster.file=results/runs/micro/cluster.yaml
 	$(BIN)/semmoe measure -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
 	$(BIN)/semmoe simulate -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
+	$(BIN)/python -m harness.ranking_bench --out results/runs/micro/token_ranking.jsonl
 	$(BIN)/python -m semmoe.micro results/runs/micro
 
 # Skewed all-to-all by bytes, pattern and skew, on 2 and 4 CPU ranks or all GPUs; raw samples beside it: results/skew.md

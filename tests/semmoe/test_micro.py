@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from semmoe.errors import UserError
@@ -42,3 +44,37 @@ def test_rows_without_a_curve_are_refused(tmp_path):
     with pytest.raises(UserError, match="experiment=micro"):
         document(read_rows([tmp_path]), "make micro")
     assert micro_main([str(tmp_path / "none")]) == 2
+
+
+def test_phases_and_the_line_over_bytes_say_why_a_curve_is_flat(tmp_path):
+    """All-to-all takes 5 ms + 1 ms a MB; repeats differ by 0.1 ms, then by 9."""
+    for spread_ms, flat in ((0.1, False), (9.0, True)):
+        folder = tmp_path / str(flat)
+        for config, lar, megabytes in (("a", 0.3, 4.0), ("b", 0.5, 3.0), ("c", 0.9, 1.0)):
+            sizes = {"dispatch_bytes": megabytes * 2e6, "combine_bytes": megabytes * 2e6, "lar_measured": lar}
+            times = {"dispatch_ms": 2.0 + megabytes / 2, "combine_ms": 3.0 + megabytes / 2, "wait_ms": 0.75}
+            for each in measured(config, [20.0, 20.0 + spread_ms], **sizes, **times):
+                write_row(folder, each)
+        text = document(read_rows([folder]), "make micro")
+        assert "- a2a_dedup, harness: all-to-all = 5.00 ms + 1.00 ms a MB" in text
+        assert "3.00 MB fewer, worth 3.00 ms of 9.00" in text and ("the curve is flat because" in text) is flat
+        assert (
+            "| a2a_dedup | 0.300 | 4.00 | - / - | - / - | - / 4.00 | - / 5.00 | - / 4.00 | - / - | - / 0.75 | - / - |"
+            in text
+        )
+
+
+def test_token_ranking_is_shown_where_its_rows_are_and_refused_where_they_are_wrong(tmp_path):
+    made = rows_in(tmp_path)
+    assert "Token ranking" not in document(made, "make micro", [tmp_path])
+    lines = [
+        {"tokens": 4096, "ranks": 8, "variant": name, "repeat": i, "correct": True, "p50_us": us, "p50_spread": 0.1}
+        for i in range(2)
+        for name, us in (("one_pass", 20.0), ("sort_pipeline", 160.0))
+    ]
+    file = tmp_path / "token_ranking.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "| 4096 | 8 | 20.0 | 160.0 | 8.00 | 10 |" in document(made, "make micro", [tmp_path])
+    file.write_text(json.dumps(lines[0] | {"correct": False}))
+    with pytest.raises(UserError, match="rankings differ"):
+        document(made, "make micro", [tmp_path])
