@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .kernels import align, barrier, counting, exchange, grouped, home, rank_tokens, sag, srs
+from .kernels import align, barrier, counting, exchange, grouped, home, rank_tokens, sag, scores, srs
 from .kernels.peers import step_rows
 
 TARGETS = {
@@ -31,12 +31,13 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-INT64 = "x_table z_table o_table ids_table pad_table perm slot owner starts counts start_1"
+INT64 = "x_table z_table o_table ids_table pad_table perm slot owner starts counts start_1 token earlier_row chain_row"
 INT32 = (
-    "pulled epochs status table sorted_places block_slot blocks entries_list tokens_list limit_1 slots score row keys"
+    "pulled epochs status table sorted_places block_slot blocks entries_list tokens_list limit_1 slots score row keys "
+    "row_of token_score chain_score held"
 )
 BF16 = "residual norm_weight out normed x w"
-INT32_VALUES = "rank tokens span assignments entries capacity"
+INT32_VALUES = "rank tokens span assignments entries capacity weight drop"
 TYPES = {
     **dict.fromkeys(INT64.split(), "*i64"),
     **dict.fromkeys(INT32.split(), "*i32"),
@@ -44,9 +45,9 @@ TYPES = {
     **dict.fromkeys(INT32_VALUES.split(), "i32"),
     "eps": "fp32",
     "ids_out": "*i16",
-    "weights": "*fp32",
+    **dict.fromkeys(["weights", "token_sure", "chain_sure"], "*fp32"),
 }
-OTHER_TYPES = {"align_kernel": {"slot": "*i32", "counts": "*i32"}}
+OTHER_TYPES = {"align_kernel": {"slot": "*i32", "counts": "*i32"}, "score_kernel": {"slots": "*i16"}}
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def variants() -> list[Variant]:
         {**served, "DEDUP": True, "OWN_ONLY": False},
     )
     own = {**served, "DEDUP": False, "OWN_ONLY": True, "SYNC": False}
+    looked_up = {"K": 8, "W": 8, "W_PADDED": 8, "TILE": scores.TILE, "LOOKS_BACK": True}
     made = [
         pulls("srs", srs.srs_kernel, {**wide, **rows_of_all, **shuffle, "RESIDUAL": False, "NORM": False}),
         pulls(
@@ -113,6 +115,7 @@ def variants() -> list[Variant]:
         Variant("rank tokens, one launch", rank_tokens.rank_kernel, {"W": 8, **sort}),
         Variant("rank tokens, second launch", rank_tokens.rank_kernel, {"W": 8, **sort, "ROWS": 64, "COUNTED": True}),
         Variant("align blocks", align.align_kernel, {**aligned, "COUNTED": True}),
+        Variant("look up scores", scores.score_kernel, looked_up, warps=4),
         Variant("assign homes", home.home_kernel, home.constants(8, 4096)),
     ]
     tilings = {

@@ -23,15 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .device_plan import LayerScores
 from .fixed import FixedBuffers, Shape, answer_rows
 from .kernels.home import home_tokens
 from .kernels.launch import BarrierState, CarriedIds, launch_sag, launch_srs
 from .kernels.launch_exchange import Group, Served, combine, pull, serve_tokens
 from .kernels.rank_tokens import rank_tokens
+from .kernels.scores import score_tokens
 from .layer import LayerOutput, MoELayer
 from .pulled import answer, count_exchange, count_experts, route_words, serve
 from .reference.ranking import TokenRanking
+from .reference.scores import LayerScores
 from .transport.packing import row_bytes
 
 
@@ -158,8 +159,7 @@ class DeviceLayer:
 
     def _plan_homes(self, planned: Planned) -> None:
         slots_Tk, row_T = (None, None) if planned.after is None else (planned.after.ids_Tk, planned.after.chain_row_T)
-        score_TG, chain_row_T = planned.scores(self.token_T, slots_Tk, row_T)
-        self.chain_row_T.copy_(chain_row_T)
+        score_TG, _ = score_tokens(planned.scores, self.token_T, slots_Tk, row_T, self.chain_row_T)
         self.owner_T.copy_(home_tokens(score_TG, planned.capacity))
 
     def _scatter(self) -> None:

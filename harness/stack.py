@@ -82,7 +82,9 @@ class Stack:
         self.gating = Gating.of(run.model)
         self.dtype = torch_dtype(self.spec.activation_dtype)
         self.placement = run.fitted.placement
-        self.device_plan = DevicePlan(run, self.device) if planned_on(run) == DEVICE else None
+        self.device_plan: DevicePlan | None = None
+        if planned_on(run) == DEVICE:
+            self.device_plan = DevicePlan(run, self.device, self.transport.kernel_path == "triton")
         self._flush = torch.empty(int(flush_mb(run) * 1e6), dtype=torch.uint8, device=self.device)
         self.timer = self.make_timer()
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None

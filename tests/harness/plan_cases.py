@@ -75,11 +75,11 @@ def process_steps(run: Run, tokens: Sequence[int]) -> list[Step]:
 
 
 def check_planned_by_kernels(cases: Sequence[tuple[Run, int]], layers: int) -> None:
-    """Homes of the first layers of (run, tokens) by tables and the kernel, without running the layers."""
+    """Homes of the first layers of (run, tokens) by both kernels, without running the layers."""
     from harness.kernels.home import home_tokens
 
     for run, tokens in cases:
-        plan, rows_T = DevicePlan(run, torch.device("cpu")), step_rows(run, tokens)
+        plan, rows_T = DevicePlan(run, torch.device("cpu"), kernels=True), step_rows(run, tokens)
         routed = run.planner().route(rows_T, None)
         assert routed.homes_TL is not None
         token_T = torch.from_numpy(run.heldout.token_id_T[rows_T].astype(np.int64))
