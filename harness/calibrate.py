@@ -62,8 +62,8 @@ class Effort:
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
     planned_tokens: tuple[int, ...] = (64, 512, 2048)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
-    samples: int = 20
-    inner: int = 6  # calls in a row, more than the OPENING ones, which are kept apart
+    samples: int = 16
+    inner: int = 5  # calls in a row, more than the OPENING ones, which are kept apart
     local_samples: int = 10
 
 

@@ -69,7 +69,7 @@ class Timeline:
             return np.array([s.step_ms for s in steps])
         if name == "attention":
             return np.array([s.attention_ms for s in steps if s.attention_ms])
-        arrays = [s.layer_ms_L if name == "layer" else s.phases_L.get(name, np.zeros(0)) for s in steps]
+        arrays = [s.layer_ms_L if name == "layer" else (s.phases_L | s.waits_L).get(name, np.zeros(0)) for s in steps]
         return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
@@ -170,9 +170,9 @@ class StepTimer:
             self._price(self.source.of_plan(part, tokens), load)
         if parts:
             b, a = self.timeline.steps.pop(), self.timeline.steps.pop()
-            outside_ms = self.cost.start()
+            outside_ms = 0.0
             if self.full_model:
-                outside_ms += float(self.cost.outside_layers(AttentionLoad.of(step, queues)))
+                outside_ms = float(self.cost.outside_layers(AttentionLoad.of(step, queues)))
             dense_layers = self.cost.model.num_layers - self.cost.model.num_moe_layers
             self.timeline.steps.append(overlapped(a, b, dense_layers, outside_ms))
         self.timeline.plans.append(step)

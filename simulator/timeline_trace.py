@@ -29,11 +29,10 @@ from semmoe.traffic import Traffic
 
 from .cost.model import CostModel
 from .engine import simulate_batches, simulate_serving
-from .layer import PHASES, LayerTimes
+from .layer import EXCHANGES, PHASES, LayerTimes
 from .replacement import loop_for
 from .step_timer import StepTimer, Timeline
 
-EXCHANGES = ("srs", "dispatch", "combine", "sag")
 PROCESS = 1
 KEPT_STEPS = 8  # of every run, for the step_timeline column
 SHOWN_LAYERS = 3

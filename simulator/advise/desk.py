@@ -22,9 +22,9 @@ from semmoe.traffic.locality import LocalityMeter
 
 from .. import app
 from ..app import step_timer
+from ..layer import EXCHANGES
 
 SAMPLES = 6  # bootstrap samples of the held-out requests
-EXCHANGES = ("srs", "dispatch", "combine", "sag")
 BASE = {
     "placement": "contiguous",
     "request_scheduler": "round_robin",

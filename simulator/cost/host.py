@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.specs import ClusterSpec, ModelSpec
-from semmoe.traffic.over_ranks import most
+from semmoe.traffic.over_ranks import most, total
 
 from .dense import GemmLaw
 
@@ -115,3 +115,17 @@ def slowest(time_LG: Float, cores: int) -> Float:
     if not 0 < cores < ranks:
         return most(time_LG)
     return np.max([time_LG[..., core::cores].sum(axis=-1) for core in range(cores)], axis=0)
+
+
+def waits(time_LG: Float, cores: int) -> tuple[Float, Float]:
+    """(waiting for the slowest rank or core, waiting for one's core while its other ranks compute), mean over ranks.
+
+    With a rank's own time they add up to `slowest`. Worked example, 3 ranks of 5, 2 and 4 on 2 cores, so 9 and 2 of work: the
+    ranks' means are 11 / 3 of their own, (4 + 0 + 5) / 3 for the core, and (0 + 7 + 0) / 3 for the others."""
+    ranks = time_LG.shape[-1]
+    own = total(time_LG) / ranks
+    if not 0 < cores < ranks:
+        return most(time_LG) - own, np.zeros_like(own)
+    core_C = [time_LG[..., core::cores] for core in range(cores)]
+    on_core = np.sum([part.sum(axis=-1) * part.shape[-1] for part in core_C], axis=0) / ranks
+    return slowest(time_LG, cores) - on_core, on_core - own

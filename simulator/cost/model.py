@@ -21,7 +21,7 @@ from .collectives import CollectiveCost
 from .dense import DenseCost
 from .experts import ExpertTimes
 from .flow_level import FlowCost
-from .host import HostCost, slowest
+from .host import HostCost, slowest, waits
 from .whole_pass import WholePass
 
 Float = NDArray[np.float64]
@@ -68,16 +68,32 @@ class CostModel:
 
     def experts(self, rows_LG: NDArray[np.integer], active_LG: NDArray[np.integer]) -> Float:
         """Milliseconds per layer until the slowest rank's experts are done."""
-        return slowest(self._experts.time_us(rows_LG, active_LG), self.cluster.cores) / 1e3
+        return self.slowest(self.experts_by_rank(rows_LG, active_LG))
 
-    def by_rank(self, traffic: Traffic) -> dict[str, Float]:
-        """Milliseconds [L, G] of the phases in which ranks work by themselves; a layer waits for the slowest."""
-        times = {
-            "gate": self.host.gate_us(self._scored_LG(traffic)),
-            "permute": self.host.permute_us(handled_rows_LG(traffic)),
-            "experts": self._experts.time_us(traffic.expert_rows_LG, traffic.active_experts_LG),
-        }
-        return {name: us / 1e3 for name, us in times.items()}
+    def experts_by_rank(self, rows_LG: NDArray[np.integer], active_LG: NDArray[np.integer]) -> Float:
+        """Milliseconds [L, G]."""
+        return self._experts.time_us(rows_LG, active_LG) / 1e3
+
+    def slowest(self, ms_LG: Float) -> Float:
+        """What a layer waits for; see cost/host.py."""
+        return slowest(ms_LG, self.cluster.cores)
+
+    def by_rank(self, traffic: Traffic, experts_LG: Float | None = None) -> dict[str, Float]:
+        """Milliseconds [L, G] of the phases in which ranks work by themselves; a layer waits for the slowest. experts_LG:
+        those of the experts, where they are known."""
+        if experts_LG is None:
+            experts_LG = self.experts_by_rank(traffic.expert_rows_LG, traffic.active_experts_LG)
+        gate_LG = self.host.gate_us(self._scored_LG(traffic)) / 1e3
+        return {"gate": gate_LG, "permute": self.host.permute_us(handled_rows_LG(traffic)) / 1e3, "experts": experts_LG}
+
+    def waits(self, traffic: Traffic, experts_LG: Float | None = None) -> dict[str, Float]:
+        """Milliseconds per layer, mean over ranks, of "wait" for slower ones and, where they share cores, "core_wait" for the
+        core: what imbalance and sharing cost a rank. They are part of the other phases, which count the slowest rank."""
+        parts = [waits(ms_LG, self.cluster.cores) for ms_LG in self.by_rank(traffic, experts_LG).values()]
+        found = {"wait": np.sum([wait for wait, _ in parts], axis=0)}
+        if 0 < self.cluster.cores < self.ep_size:
+            found["core_wait"] = np.sum([core for _, core in parts], axis=0)
+        return found
 
     def gate(self, traffic: Traffic) -> Float:
         """Milliseconds per layer of scores and top-k: of the tokens at home, or of all tokens in tp_replicated."""
@@ -88,7 +104,7 @@ class CostModel:
         return self._most_loaded(self.host.permute_us, handled_rows_LG(traffic)) / 1e3
 
     def start(self) -> float:
-        """Milliseconds until all ranks have left the barrier before a timed piece (CPU processes; measured)."""
+        """Milliseconds by which the first exchange after a barrier takes longer (CPU processes; measured)."""
         return float(self.cluster.host_us.get("start", 0.0)) / 1e3
 
     def plan(self, tokens: int) -> float:

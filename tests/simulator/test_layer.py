@@ -12,6 +12,7 @@ from semmoe.dispatch import valid_pairs
 from semmoe.serving import DECODE, PREFILL, StepPlan
 from simulator.cost.attention import AttentionCost, AttentionLoad
 from simulator.cost.dense import DENSE_MFU, GemmLaw
+from simulator.cost.host import slowest, waits
 from simulator.cost.model import CostModel, handled_rows_LG
 from simulator.layer import PHASES, time_layers
 
@@ -181,3 +182,27 @@ def test_decodes_beside_a_prefill_chunk_may_take_longer_than_alone():
     alone = plain.time_us(decode) - plain.time_us(AttentionLoad(one, one, zero, zero, zero)) + 12.0
     assert slow.time_us(prefill) == plain.time_us(prefill) and slow.time_us(decode) == plain.time_us(decode)
     assert slow.time_us(mixed) - plain.time_us(mixed) == pytest.approx(1.5 * alone)
+
+
+def test_a_rank_s_own_work_and_its_waiting_add_up_to_the_slowest():
+    three = np.array([[5.0, 2.0, 4.0]])
+    wait, core = waits(three, 2)
+    assert (wait[0], core[0]) == (pytest.approx(7 / 3), pytest.approx(3.0)) and slowest(three, 2)[0] == 9
+    rng = np.random.default_rng(0)
+    for cores in (0, 1, 2, 3, 8):
+        times = rng.random((7, 8))
+        wait, core = waits(times, cores)
+        np.testing.assert_allclose(times.mean(axis=1) + wait + core, slowest(times, cores))
+        assert (wait > -1e-12).all() and (core >= 0).all() and bool(core.any()) == (0 < cores < 8)
+
+
+def test_the_first_exchange_after_a_barrier_takes_the_start_with_it():
+    cost = CostModel(toy_model(), replace(cluster(), host_us={"start": 500.0}), spec(), 4)
+    traffic = traffic_of("dispatch", np.full((4, 4), 10))
+    plain = CostModel(toy_model(), cluster(), spec(), 4)
+    for each, times_started in ((True, traffic.num_layers), (False, 1)):
+        late, bare = (time_layers(c, traffic, barrier_each_layer=each) for c in (cost, plain))
+        extra = late.phases_L["dispatch"] - bare.phases_L["dispatch"]
+        assert extra.sum() == pytest.approx(0.5 * times_started) and extra[0] == pytest.approx(0.5)
+        assert late.step_ms - bare.step_ms == pytest.approx(late.layer_ms_L.sum() - bare.layer_ms_L.sum())
+    assert set(plain.waits(traffic)) == {"wait"}
