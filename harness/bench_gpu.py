@@ -39,6 +39,7 @@ from semmoe.rows import commit
 from .bench_rows import add_ratios, add_spread, between, raw_times, sentence, summary, timed_rows, without_times
 from .device_clock import SLEEP_CYCLES
 from .environment import environment, gpu_libraries, gpu_state
+from .transport.symmetric_checks import no_gpu_reason
 
 if TYPE_CHECKING:
     from .bench_cases import Case
@@ -57,7 +58,7 @@ def bench(out: Path, dry_run: bool, repeats: int = 2) -> int:
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, just below
     elif not torch.cuda.is_available():
-        raise UserError("bench-gpu needs a CUDA device; --dry-run checks every case on a CPU")
+        raise UserError(f"it needs a CUDA device ({no_gpu_reason()}); --dry-run checks every case on a CPU")
     rows: list[dict[str, Any]] = []
     for repeat in range(1 if dry_run else repeats):
         rows += [{**row, "repeat": repeat} for row in whole_run(dry_run)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from semmoe.errors import UserError
 from semmoe.planning import RoutedStep
 
-from .reference.experts import moe_reference
+from .reference.experts import ExpertBiases, moe_reference
 from .stack import LayerInput, Stack
 from .weights import biases_of, gate_bias_of
 
@@ -59,6 +59,7 @@ def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tu
         if stack.context.rank == 0:
             error, flipped = _compare(stack, layer, routed, ys)
             flips += flipped
+            stack.context.progress(layer + 1, len(inputs))  # a whole model's reference takes its time
         errors_L.append(stack.transport.gather_objects(error)[0])
     worst = int(np.argmax(np.nan_to_num(errors_L, nan=np.inf)))
     limit = max(TOLERANCE[d] for d in dtypes(stack))
@@ -91,16 +92,20 @@ def _compare(stack: Stack, layer: int, routed: RoutedStep, ys: list[tuple[np.nda
 
 def moe_rows(stack: Stack, layer: int, x_TH: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor]:
     """(what MoE layer `layer` makes of x_TH with forced experts, weighted as its gate does, in one process; the experts
-    that its gate would choose)."""
+    that its gate would choose). Computed on the device of the stack, both as CPU tensors."""
+    device, dtype = stack.device, stack.dtype
+    x_TH, experts_Tk = x_TH.to(device), experts_Tk.to(device)
     source = stack.feed.source
     bias_E = gate_bias_of(source, layer)
-    bias_E = None if bias_E is None else bias_E.to(stack.dtype)
-    score_TE = stack.gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer).to(stack.dtype), bias_E))
+    bias_E = None if bias_E is None else bias_E.to(device, dtype)
+    score_TE = stack.gating.scores(torch.nn.functional.linear(x_TH, source.gate_EH(layer).to(device, dtype), bias_E))
     weights_Tk = stack.gating.weights(score_TE, experts_Tk)
     pairs = [source.expert(layer, expert) for expert in range(source.num_experts)]
-    w13_E2FH, w2_EHF = (torch.stack([pair[i] for pair in pairs]).to(stack.dtype) for i in (0, 1))
-    want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF, biases_of(source, layer))
-    return want_TH, stack.gating.choose(score_TE)
+    w13_E2FH, w2_EHF = (torch.stack([pair[i] for pair in pairs]).to(device, dtype) for i in (0, 1))
+    biases = biases_of(source, layer)
+    biases = None if biases is None else ExpertBiases(biases.up_S2F.to(device), biases.down_SH.to(device))
+    want_TH = moe_reference(x_TH, experts_Tk, weights_Tk, w13_E2FH, w2_EHF, biases)
+    return want_TH.cpu(), stack.gating.choose(score_TE).cpu()
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -43,7 +43,7 @@ FOLDERS = ("/dev/shm", tempfile.gettempdir())
 @dataclass(frozen=True)
 class Needs:
     """Of one rank: weights of its slots (replicas included) and of whole blocks, KV caches too; a reference layer that the
-    check builds (rank 0 only), and the region of peer memory (peer transports only)."""
+    check builds (rank 0 only, where its ranks compute), and the region of peer memory (peer transports only)."""
 
     transport: str
     weights_bytes: int
@@ -91,6 +91,8 @@ def look(context: RankContext, transport: str) -> Found:
     """Task of every rank."""
     device = rank_device(transport, context.ranks)
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)  # else every rank's questions open a context on the first GPU
     return Found(
         context.rank,
         socket.gethostname(),
@@ -115,9 +117,13 @@ def problems(found: Sequence[Found], needs: Needs) -> list[str]:
     for f in found:
         here = hosts[f.host] if f.rank == min(o.rank for o in found if o.host == f.host) else 0  # said once a host
         if f.device_free_bytes is not None:
-            wanted = needs.weights_bytes + needs.region_bytes
-            said += _short(f"rank {f.rank} on {f.host}, GPU memory", wanted, f.device_free_bytes)
-            if not f.nccl:
+            virtual = needs.transport == "virtual"
+            if virtual and not here:
+                continue
+            ranks, what = (here, f"{here} virtual ranks") if virtual else (1, f"rank {f.rank}")
+            wanted = ranks * needs.weights_bytes + needs.region_bytes + (needs.reference_bytes if f.rank == 0 else 0)
+            said += _short(f"{what} on {f.host}, GPU memory", wanted, f.device_free_bytes)
+            if not f.nccl and not virtual:
                 said.append(f"rank {f.rank} on {f.host}: this torch has no NCCL, which GPUs need between them")
         elif here:
             wanted = here * needs.weights_bytes + needs.reference_bytes

@@ -88,16 +88,20 @@ class Stack:
         self._flush = torch.empty(int(flush_mb(run) * 1e6), dtype=torch.uint8, device=self.device)
         self.timer = self.make_timer()
         router = run.recipe.make_replica_router() if self.placement.has_replicas else None
-        self.layers: list[MoELayer] = build_layers(
-            self.transport,
-            self.spec,
-            self.placement,
-            self.feed.source,
-            self.gating,
-            self.timer,
-            router,
-            most,
-        )
+        self.layers: list[MoELayer] = []
+        for layer in range(self.placement.num_layers):  # one by one: the weights of a large model take their time
+            self.layers += build_layers(
+                self.transport,
+                self.spec,
+                self.placement,
+                self.feed.source,
+                self.gating,
+                self.timer,
+                router,
+                most,
+                layers=[layer],
+            )
+            context.progress(layer + 1, self.placement.num_layers)
 
     def fixed_bytes(self, most_rows: int) -> int:
         """Of peer-readable memory that this stack keeps, with at most so many tokens at home on a rank."""

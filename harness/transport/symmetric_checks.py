@@ -15,7 +15,7 @@ INSTEAD = "use transport=shared (CPU processes of one machine) or transport=coll
 def symmetric_problems(ranks: int, cuda: Any = torch.cuda) -> list[str]:
     """What is missing for `ranks` ranks of symmetric memory on this machine, one sentence each; empty: nothing."""
     if not cuda.is_available():
-        return ["it needs one NVIDIA GPU a rank, and torch finds none"]
+        return [f"it needs one NVIDIA GPU a rank, and torch finds none ({no_gpu_reason(cuda)})"]
     problems = []
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if here != ranks:
@@ -31,7 +31,7 @@ def symmetric_problems(ranks: int, cuda: Any = torch.cuda) -> list[str]:
     try:
         import torch.distributed._symmetric_memory as symmetric
 
-        if not hasattr(symmetric, "rendezvous"):
+        if not hasattr(symmetric, "rendezvous") or not hasattr(symmetric._SymmetricMemory, "get_remote_tensor"):
             raise ImportError
     except ImportError:
         problems.append(f"torch {torch.__version__} has no symmetric memory; 2.10 or newer has")
@@ -43,6 +43,17 @@ def require_symmetric(ranks: int) -> None:
     problems = symmetric_problems(ranks)
     if problems:
         raise UserError(f"transport=symmetric: {'; '.join(problems)}; {INSTEAD}")
+
+
+def no_gpu_reason(cuda: Any = torch.cuda) -> str:
+    """Why torch finds no GPU, in its own words: built without CUDA, no driver, or one that is too old."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        cuda.init()
+    except Exception as error:
+        return str(error).strip().splitlines()[0]
+    return "none is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _reach(cuda: Any, a: int, b: int) -> bool:

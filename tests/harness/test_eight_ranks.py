@@ -76,6 +76,12 @@ def test_each_thing_that_does_not_fit_is_named_with_rank_and_machine() -> None:
     assert said.startswith("a, shared memory of 8 ranks: 8.00 GiB are needed, 1.00 GiB are free")
     (said,) = problems([GPU, replace(GPU, rank=1, device_free_bytes=GIB // 2)], SMALL)
     assert said.startswith("rank 1 on a, GPU memory: 1.00 GiB are needed, 0.50 GiB are free")
+    together = [replace(GPU, rank=r, nccl=False) for r in range(4)]  # virtual ranks share one GPU and need no NCCL
+    assert problems(together, Needs("virtual", GPU.device_free_bytes // 4, 0, 0)) == []
+    (said,) = problems(together, Needs("virtual", GPU.device_free_bytes // 3, 0, 0))
+    assert "4 virtual ranks on" in said and "GPU memory" in said
+    (said,) = problems([GPU, replace(GPU, rank=1)], Needs("symmetric", GIB // 2, GPU.device_free_bytes, 0))
+    assert said.startswith("rank 0 on"), "the reference is built by rank 0"
     (said,) = problems([replace(GPU, nccl=False)], SMALL)
     assert said == "rank 0 on a: this torch has no NCCL, which GPUs need between them"
     (said,) = problems([CPU, replace(CPU, rank=1, port_error="in use")], SMALL)

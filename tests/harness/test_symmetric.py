@@ -10,7 +10,7 @@ import torch
 from harness.measure import how_measured
 from harness.transport.choose import kernel_path, rank_device
 from harness.transport.peer_memory import CONTROL_BYTES, PeerMemory, region_bytes
-from harness.transport.symmetric_checks import symmetric_problems
+from harness.transport.symmetric_checks import no_gpu_reason, symmetric_problems
 from semmoe.errors import UserError
 from tests.harness.measure_kit import build
 
@@ -38,6 +38,17 @@ def test_a_machine_that_cannot_is_told_what_is_missing(monkeypatch: Any) -> None
     assert "GPU 3 cannot address the memory of GPU 1 (1 such pairs)" in symmetric_problems(4, FakeCuda(4, (1, 3)))[0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "only 4 of the 8 ranks run on this one" in symmetric_problems(8, FakeCuda(8))[0]
+
+
+def test_why_torch_finds_no_gpu_is_said_in_its_words(monkeypatch: Any) -> None:
+    class Broken(FakeCuda):
+        def init(self) -> None:
+            raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert no_gpu_reason(FakeCuda(0)) == f"torch {torch.__version__} is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver on your system is too old (found version 11040).)" in symmetric_problems(2, Broken(0))[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
