@@ -132,12 +132,18 @@ def cases_of(sizes: RankSizes, transport: Transport, device: torch.device) -> li
     low = sizes.dtype == torch.bfloat16
     expected = {"srs": mine_nH, "sag": sum_TH, "srs_sag": sum_TH}
     tolerance = 5e-2 if low else 1e-5  # libraries sum bf16 in their own order
-    once = (
-        (tokens - tokens // ranks) * sizes.hidden * sizes.dtype.itemsize
-    )  # equal counts; an all-reduce is both passes
+    once = (tokens - tokens // ranks) * sizes.hidden * sizes.dtype.itemsize  # equal counts; all-reduce is both passes
     crossed = {"srs": once, "sag": once, "srs_sag": 2 * once}
     cases = [
-        RankCase(name, calls, expected[name], tolerance, skipped[name], dict.fromkeys(calls, crossed[name]))
+        RankCase(
+            name,
+            calls,
+            expected[name],
+            tolerance,
+            skipped[name],
+            port_bytes=dict.fromkeys(calls, crossed[name]),
+            outputs=(out_nH, ranked_TH),
+        )
         for name, calls in made.items()
     ]
     return [*cases, exchange_case(sizes, transport, sum_TH.chunk(ranks)[rank].contiguous(), device_work)]

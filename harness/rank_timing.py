@@ -7,7 +7,7 @@ flush; what a graph wrote is checked again after its replays. Ranks agree on wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ READS_SIZES = {"index_all_to_all": "the library's call wants its sizes on the ho
 @dataclass(frozen=True, eq=False)
 class RankCase:
     """variants: name -> call that returns this rank's result, `expected` within `tolerance`. skipped: name -> why.
-    port_bytes: name -> payload that crosses the busiest rank's port, one way, as nccl-tests' bus bandwidth counts it."""
+    port_bytes: name -> payload that crosses the busiest rank's port, one way, as nccl-tests' bus bandwidth counts it.
+    outputs: buffers of this rank alone that variants write into, NaN before every check: what another one left is no result."""
 
     name: str
     variants: dict[str, Callable[[], Tensor]]
@@ -35,6 +36,7 @@ class RankCase:
     tolerance: float
     skipped: dict[str, str] = field(default_factory=dict)
     port_bytes: dict[str, int] = field(default_factory=dict)
+    outputs: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _host_us(call: Callable[[], Any]) -> float:
 
 def _error(case: RankCase, name: str) -> str | None:
     """What is wrong with a variant on this rank. An operator that these GPUs cannot run is no fault of ours."""
+    for tensor in case.outputs:
+        tensor.fill_(torch.nan)
     try:
         with poisoned():
             result = case.variants[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from harness import bench_gpu, bench_ranks, bench_rows
+from harness import bench_gpu, bench_ranks, bench_rows, rank_timing
 from harness.bench_cases import Bar, Case
 from harness.bench_ranks import RankSizes, Timed
 from harness.pool import RankPool
@@ -279,3 +280,13 @@ def test_a_pretended_gpu_runs_every_line_and_nothing_reads_the_device_while_a_gr
     assert {row["reason"] for row in eager if "p50_us" not in row} == {"reads on the host"}
     forked = {tuple(pair) for pair in found["waits"]}
     assert len(forked) > 8 and all((there, here) in forked for here, there in forked), "a stream that is not joined"
+
+
+def test_what_another_variant_left_in_a_buffer_is_no_result() -> None:
+    """Negative control of the poison between ranks: `stale` returns the buffer that `ours` filled, and writes nothing."""
+    buffer = torch.empty(3)
+    variants = {"ours": lambda: buffer.fill_(1.0), "stale": lambda: buffer}
+    case = rank_timing.RankCase("toy", variants, torch.ones(3), 1e-5, outputs=(buffer,))
+    assert rank_timing._error(case, "ours") is None and rank_timing._error(case, "stale") is not None
+    assert rank_timing._error(dataclasses.replace(case, outputs=()), "ours") is None
+    assert rank_timing._error(dataclasses.replace(case, outputs=()), "stale") is None, "so the poison is what tells"
