@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from .axes import POLICIES, SHARED, flat_axes, telling_axes, unjoined
-from .results import OPS, SERVED, read_rows, write_atomically
+from .results import OPS, SERVED, WAITS, read_rows, write_atomically
 from .verdict import order, verdicts
 
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
@@ -117,6 +117,9 @@ def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
         repeats = measured[f"{name}_ms"].dropna().astype(float)
         spread = 100 * (repeats.max() - repeats.min()) / repeats.mean() if len(repeats) > 1 else math.nan
         line[f"{name}_spread_pct"] = spread
+    for name in WAITS:
+        for side, of in (("predicted", simulated), ("measured", measured)):
+            line[f"{name}_ms_{side}"] = _mean(of, f"{name}_ms")
     line["layer_ms_low"], line["layer_ms_high"] = interval(measured)
     line["repeats"] = len(measured)
     line["calibrations"] = group.cluster_digest.nunique()
@@ -200,6 +203,13 @@ def summarise(table: pd.DataFrame, groups: dict[Any, pd.DataFrame]) -> dict[str,
                 "median_error_pct": float(errors.median()), "p90_error_pct": float(errors.quantile(0.9)),
                 "median_spread_pct": float(spread.median()), "within": int((errors <= allowed).sum()), "count": len(known),
             }  # fmt: skip
+    for name in WAITS:
+        known = table[table[f"{name}_ms_measured"].notna() & table.layer_ms_measured.gt(0)]
+        if len(known):
+            summary[f"{name}_share"] = {
+                side: float((known[f"{name}_ms_{side}"] / known[f"layer_ms_{side}"]).mean())
+                for side in ("predicted", "measured")
+            }
     for against in ("measured", "replayed"):
         gap = (table.lar_planned - table[f"lar_{against}"]).abs().dropna() * 100
         if len(gap):

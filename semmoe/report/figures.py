@@ -116,7 +116,7 @@ def parity(comparison: Comparison) -> Any:
 
 
 def phases(comparison: Comparison) -> Any:
-    """Mean time of each phase on its own slowest rank: predicted above, measured (hatched) below. Different ranks may be slowest in different phases, so measured phases may sum to more than the layer, whose time the black mark shows."""  # noqa: E501
+    """Mean time of each phase on the critical path of a layer: predicted above, measured (hatched) below; the black mark shows the layer. Measured over several machines, a phase holds its waiting, and they may sum to more."""  # noqa: E501
     table = comparison.table
     figure, axes = subplots(figsize=(WIDTH_IN, 1.0 + 0.5 * len(table)))
     shown: set[str] = set()

@@ -100,7 +100,7 @@ def batch_sizes(comparison: Comparison) -> Any:
 
 
 def _share(comparison: Comparison, key: str, backend: str) -> float:
-    """Exchange over the sum of all phases (measured phases may sum to more than the layer: ranks wait in turn)."""
+    """Exchange over the sum of all phases (of several machines, measured phases hold their waiting and sum to more)."""
     rows = comparison.rows[(comparison.rows.key == key) & (comparison.rows.backend == backend)]
     means = {name: float(rows[f"{name}_ms"].astype(float).mean()) for name in ALL_PHASES} if len(rows) else {}
     known = {name: ms for name, ms in means.items() if not math.isnan(ms)}

@@ -21,6 +21,7 @@ def summary_lines(comparison: Comparison) -> list[str]:
             f"Planned LAR against {gap['against']}: {gap['median']:.1f} points off in the median, {gap['max']:.1f} at most."
         )
     lines += [_error(name, summary[name]) for name in PREDICTED if name in summary]
+    lines += _waiting(summary)
     within, across = summary["order"], summary["order_across_flows"]
     lines += [_order("Order of policies within a flow", within)] if _pairs(within) else []
     lines += [_order("Order between flows", across)] if _pairs(across) else []
@@ -28,6 +29,17 @@ def summary_lines(comparison: Comparison) -> list[str]:
         lines.append(f"In {summary['other_calibration']} configurations the cluster file changed between prediction and "
                      "measurement; run both again to compare like with like.")  # fmt: skip
     return lines
+
+
+def _waiting(summary: dict[str, Any]) -> list[str]:
+    """What part of a layer the mean rank waits, and for what."""
+    whats = {"wait_share": "for others in exchanges", "core_wait_share": "for a core that another rank computes on"}
+    told = []
+    for name, what in whats.items():
+        if (share := summary.get(name)) is not None:
+            predicted = "" if math.isnan(share["predicted"]) else f" (predicted {100 * share['predicted']:.0f})"
+            told.append(f"{100 * share['measured']:.0f} %{predicted} {what}")
+    return [f"Waiting of the mean rank, of its layer's time: {', '.join(told)}."] if told else []
 
 
 def shared_line(comparison: Comparison) -> str:

@@ -58,6 +58,31 @@ def test_served_bars_look_at_free_running_locality_and_replayed_traffic(tmp_path
     assert by_name(compare([folder, folder / "replay"]))["4 ranks, Traffic that differs"].figure == 1
 
 
+def test_the_longest_run_of_the_same_policies_is_judged_for_its_lar(tmp_path):
+    rows = []
+    for config, tokens, told, real in (("s", 600.0, 0.30, (0.25, 0.27)), ("l", 2400.0, 0.26, (0.252, 0.256))):
+        rows.append(row(config=config, **SERVED, tokens=tokens, lar_replayed=told))
+        rows += [
+            row("harness", config, **SERVED, repeat=i, tokens=tokens, steps_file=f"{config}-{i}.npz", lar_measured=lar)
+            for i, lar in enumerate(real)
+        ]
+    comparison = written(tmp_path, *rows)
+    bar = by_name(comparison)["4 ranks, free-running LAR"]
+    assert (bar.figure, bar.spread, bar.count) == (pytest.approx(0.6), pytest.approx(0.4), 1) and bar.met
+    page = document(comparison, "make accuracy")
+    assert "| 600 | 0.300 | 0.260 | +4.0 | 2.0 |  |" in page and "| 2400 | 0.260 | 0.254 | +0.6 | 0.4 | yes |" in page
+
+
+def test_phases_stand_beside_each_other_with_their_errors_and_what_is_off_is_named(tmp_path):
+    told = {"gate_ms": 1.0, "dispatch_ms": 4.0, "combine_ms": 2.0, "wait_ms": 0.5}
+    real = {"gate_ms": 1.0, "dispatch_ms": 5.0, "combine_ms": 2.0, "wait_ms": 1.0}
+    rows = [row(config="a", layer_ms=7.0, **told), row("harness", "a", layer_ms=8.0, **real)]
+    page = document(written(tmp_path, *rows), "make accuracy")
+    assert "4.00 / 5.00 (-20)" in page and "6.00 / 7.00 (-14)" in page and "0.50 / 1.00 (-50)" in page
+    assert "- 4 ranks, dp: dispatch 4.00 / 5.00 ms (-20 %), -12 % of the layer" in page
+    assert "gate 1.00 / 1.00 ms" not in page
+
+
 def test_the_accuracy_page_names_command_machine_and_every_configuration(tmp_path, capsys):
     folder, page = tmp_path / "run", tmp_path / "accuracy.md"
     made = [row(config="a", layer_ms=9.0), *measured("a", [10.0, 10.2])]
