@@ -84,6 +84,7 @@ def calibrate(run: Run, effort: Effort | None = None) -> Path:
         "local_us": [[list(key), us_GS] for key, us_GS in samples.raw.items()],
         "experts_us": [[*key, *us] for key, us in samples.experts.items()],
         "attention_us": [[*work, us] for work, us in samples.attention.items()],
+        "blocks_us": [[name, *work, us] for name, points in samples.blocks.items() for work, us in points.items()],
         "residuals": [line._asdict() for line in report],
     }
     write_atomically(path.with_suffix(".samples.json"), json.dumps(raw, indent=1))

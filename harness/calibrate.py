@@ -1,7 +1,8 @@
 """Calibrate: single operations of this machine's ranks, measured and written as a cluster file.
 
 What is timed: every transport operation at several sizes, balanced and skewed, the experts over a grid, gate, index work
-and planning by rows; of the tiny model also attention and LM head. Never a composed layer; but each as a layer meets it,
+and planning by rows; attention, dense layers, shared experts and LM head of the model, all heads and a share; of
+the tiny model also those of its served requests. Never a composed layer; but each as a layer meets it,
 after other work rather than in a loop of its own (rotation.py).
 Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
 per_row_ns "gate", "permute.a2a_dedup", "plan.semantic", "plan.paper", "attention.token", "head"; host_us.start; skew
@@ -27,6 +28,7 @@ from .pool import Pool
 from .reference.gate import Gating
 from .rotation import burnt_memory, in_a_layer, rotate
 from .single_attention import attention_operations, end_operations, is_tiny
+from .single_blocks import block_operations
 from .single_local import expert_operations, gate_operations, permute_operations, time_machine
 from .single_ops import Case, per_call, time_collectives
 from .single_planning import PARTS, Points, fitted_predictors, plan_operations, planning_terms
@@ -120,6 +122,8 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> N
             samples.experts[key[1:]] = (cpu_us, slowest_us)
         elif key[0] == "attention":
             samples.attention[key[1]] = cpu_us
+        elif key[0].startswith("blocks.attention"):
+            samples.blocks.setdefault(key[0], {})[key[1]] = cpu_us
         elif planned:  # all ranks plan the same step: the slowest counts
             planning[key] = (float(key[1]), slowest_us)
         else:  # a name, the tokens, and in permute a part of the whole
@@ -164,6 +168,7 @@ def local_work_task(context: RankContext, run: Run, effort: Effort, predictors: 
     operations |= index_work
     if is_tiny(run.model):
         operations |= attention_operations(context) | end_operations(context, effort.entries)
+    operations |= block_operations(context, run, effort.local_tokens, effort.entries)
     burnt = burnt_memory()
     operations = {
         key: in_a_layer(operation, burnt, PARTS_OF_INDEX_WORK if key[0].startswith("permute") else 1)

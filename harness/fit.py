@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,9 @@ class Samples:
     experts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     local: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     attention: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    blocks: dict[str, dict[tuple[int, int, int, int], float]] = field(
+        default_factory=dict
+    )  # the same by name, any model
     machine: dict[str, float] = field(default_factory=dict)
 
 
@@ -51,6 +54,10 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
     host_us, per_row_ns = fit_local(samples)
     block_us, work_ns = fit_attention(samples)
     host_us, per_row_ns = host_us | block_us, per_row_ns | work_ns
+    for name, points in samples.blocks.items():
+        fixed, *by_work = linear_in_work(points)
+        host_us[name] = fixed
+        per_row_ns |= {block_term(name, work): 1e3 * by for work, by in zip(BLOCK_WORK, by_work, strict=True)}
     host_us["barrier"] = steady(samples.collectives[Case("barrier", 0), ranks]) if ranks > 1 else 0.0
     host_us["start"] = start_us(samples, ranks)
     weights = fit_skew(balanced_and_skewed(samples, ranks), ranks)
@@ -154,13 +161,27 @@ ATTENTION_TERMS = ("attention.token", "attention.sequence", "attention.pair", "a
 
 def fit_attention(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
     """(host_us, per_row_ns) of an attention block: fixed, and by token, request, prefill pair and key of a decode."""
-    from scipy.optimize import nnls
-
     if not samples.attention:
         return {}, {}
-    work, us = np.array(list(samples.attention), dtype=np.float64), np.array(list(samples.attention.values()))
+    fixed, *by_work = linear_in_work(samples.attention)
+    return {"attention.block": fixed}, dict(zip(ATTENTION_TERMS, (1e3 * by for by in by_work), strict=True))
+
+
+BLOCK_WORK = ("token", "sequence", "pair", "kv")
+
+
+def block_term(name: str, work: str) -> str:
+    """ "blocks.attention.tiny.tp4", "pair" -> "blocks.pair.tiny.tp4"."""
+    return name.replace("blocks.attention", f"blocks.{work}", 1)
+
+
+def linear_in_work(points: Mapping[tuple[int, int, int, int], float]) -> list[float]:
+    """Microseconds: fixed, then by each of the four parts of the work. Least squares of the relative error, none below 0."""
+    from scipy.optimize import nnls
+
+    work, us = np.array(list(points), dtype=np.float64), np.array(list(points.values()))
     terms, _ = nnls(np.column_stack([np.ones(len(us)), work]) / us[:, None], np.ones(len(us)))
-    return {"attention.block": float(terms[0])}, dict(zip(ATTENTION_TERMS, map(float, terms[1:] * 1e3), strict=True))
+    return [float(term) for term in terms]
 
 
 def points_of(samples: Samples, what: str) -> tuple[Float, Float]:

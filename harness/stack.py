@@ -114,7 +114,8 @@ class Stack:
 
     def make_timer(self) -> PhaseTimer:
         """What tells the phases of a layer apart."""
-        return timer_of(self.device, self.run.kind, self.context.virtual is not None)
+        kind = "blocks" if self.scope == "full_model" else self.run.kind
+        return timer_of(self.device, kind, self.context.virtual is not None)
 
     def make_feed(self) -> Feed:
         """Where hidden states and weights come from. Collective."""

@@ -92,7 +92,7 @@ def step_timer(run: Run) -> StepTimer:
     allow = bool(run.cfg["cost"]["allow_roofline"])
     fidelity, graphs = str(run.cfg["cost"]["fidelity"]), str(run.cfg["cost"]["cuda_graphs"])
     shape = (run.model, priced_cluster(run), run.spec, run.ep_size, run.recipe.slots)
-    cost = CostModel(*shape, allow, fidelity, graphs, run.planned_by)
+    cost = CostModel(*shape, allow, fidelity, graphs, run.planned_by, run.kind == "batches")
     replacing = Replacing(**run.cfg["replacement"])
     if replacing.every_steps:
         return replacing_timer(run, cost, replacing, full_model)

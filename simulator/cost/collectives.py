@@ -215,6 +215,13 @@ class CollectiveCost:
             self._empty_us[op] = 0.0 if curve.low.op.startswith("dispatch") else float(curve.time_us(0.0))
         return self._empty_us[op]
 
+    def all_reduce_us(self, rows_L: NDArray[np.float64]) -> Float:
+        """One all-reduce of so many activation rows, outside of any MoE layer."""
+        row_bytes = self.spec.row_bytes
+        return self._all_reduce_us(
+            Collective("all_reduce", row_bytes, buffer_rows_L=np.asarray(rows_L, dtype=np.int64))
+        )
+
     def _all_reduce_us(self, c: Collective) -> Float:
         assert c.buffer_rows_L is not None
         size, n, nodes = c.buffer_rows_L * c.row_bytes, self.inner, self.topology.nodes

@@ -17,6 +17,7 @@ from semmoe.traffic import Traffic
 from semmoe.traffic.over_ranks import most
 
 from .attention import AttentionCost, AttentionLoad
+from .block_pass import BlockPass
 from .collectives import CollectiveCost
 from .dense import DenseCost
 from .experts import ExpertTimes
@@ -32,7 +33,8 @@ class CostModel:
     """ep_size: ranks of the group. slots: expert slots a layer. allow_roofline: see CollectiveCost. fidelity: of the
     network, "bottleneck" (busiest link) or "flow" (transfers share links over time, slow). cuda_graphs: steps of a full model
     that run as one: "all", "decode" (those without prefill) or "none"; the others last at least as long as the host issues.
-    planned_by: token scheduler and predictor (Run.planned_by), where a calibration measured their planning.
+    planned_by: token scheduler and predictor (Run.planned_by), where a calibration measured their planning. fixed_batches: a
+    full model's blocks run as the harness runs fixed batches, without the bookkeeping of requests.
 
     `provenance()` names the sources of everything priced so far.
     """
@@ -48,6 +50,7 @@ class CostModel:
         fidelity: str = "bottleneck",
         cuda_graphs: str = "all",
         planned_by: Sequence[str] = (),
+        fixed_batches: bool = False,
     ) -> None:
         if fidelity not in FIDELITIES:
             raise UserError(f"cost.fidelity='{fidelity}'{nearest(fidelity, FIDELITIES)}; {' or '.join(FIDELITIES)}")
@@ -59,7 +62,8 @@ class CostModel:
         tp = 1 if spec.flow == "dp" else ep_size
         self._experts, self._attention = ExpertTimes(cluster, model), AttentionCost(cluster, model, tp)
         self._dense = DenseCost(cluster, model, tp)
-        self._whole = WholePass.of(cluster, model, tp)
+        self._whole = None if fixed_batches else WholePass.of(cluster, model, tp)
+        self._blocks = BlockPass.of(cluster, model, spec.flow, ep_size) if fixed_batches else None
         self._outside_marks: set[str] = set()
 
     def collectives(self, traffic: Traffic) -> dict[str, Float]:
@@ -115,20 +119,27 @@ class CostModel:
 
     def attention(self, load: AttentionLoad) -> Float:
         """Milliseconds of one attention block until the slowest rank is done."""
-        self._outside_marks = {self._whole.mark} if self._whole else self._attention.marks
-        return slowest((self._whole or self._attention).time_us(load), self.cluster.cores) / 1e3
+        known = self._blocks or self._whole
+        self._outside_marks = {known.mark} if known else self._attention.marks
+        return slowest(self._alike((known or self._attention).time_us(load)), self.cluster.cores) / 1e3
 
     def shared(self, load: AttentionLoad) -> Float:
         """Milliseconds of the shared experts of one MoE layer."""
-        return slowest(self._dense.shared_us(load.tokens_G), self.cluster.cores) / 1e3
+        return slowest(self._alike((self._blocks or self._dense).shared_us(load.tokens_G)), self.cluster.cores) / 1e3
 
     def outside_layers(self, load: AttentionLoad) -> Float:
         """Milliseconds of a forward pass outside its MoE layers and attention: dense layers, LM head, host."""
         dense_layers = self.model.num_layers - self.model.num_moe_layers
-        dense_us = dense_layers * slowest(self._dense.dense_us(load.tokens_G), self.cluster.cores)
+        dense_us = dense_layers * slowest(self._alike(self._dense.dense_us(load.tokens_G)), self.cluster.cores)
+        if self._blocks:
+            dense_us = dense_layers * slowest(self._alike(self._blocks.dense_us(load.tokens_G)), self.cluster.cores)
+            if dense_layers and self.spec.flow != "dp":  # around a dense layer that ranks share
+                dense_us = dense_us + dense_layers * 2 * self.network.all_reduce_us(load.tokens_G)
+            head_us = slowest(self._alike(self._blocks.head_us(load.sequences_G)), self.cluster.cores)
+            return (dense_us + head_us) / 1e3
         if self._whole:
             return (dense_us + slowest(self._whole.around_us(load), self.cluster.cores)) / 1e3
-        head_us = slowest(self._dense.head_us(load.sequences_G), self.cluster.cores)
+        head_us = slowest(self._alike(self._dense.head_us(load.sequences_G)), self.cluster.cores)
         return (dense_us + head_us + float(self.cluster.host_us.get("step", 200.0))) / 1e3
 
     def eager_ms(self, load: AttentionLoad) -> Float:
@@ -143,6 +154,10 @@ class CostModel:
         """Words of provenance in alphabetical order: "fitted, interpolated, roofline, skew_unvalidated"."""
         marks = self.network.marks | self.host.marks | {self._experts.provenance}
         return ", ".join(sorted(marks | self._outside_marks))
+
+    def _alike(self, queue_us: Float) -> Float:
+        """Times of all ranks where one queue is everybody's: they do the same, and those that share a core wait."""
+        return queue_us if self.spec.flow == "dp" else np.repeat(queue_us, self.ep_size, axis=-1)
 
     def _most_loaded(self, time_us: Callable[[NDArray[np.integer]], Float], rows_LG: NDArray[np.integer]) -> Float:
         """`slowest` where a rank with more rows takes no less time: that of the rank with most, unless cores are shared."""

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from harness.app import calibrate  # noqa: E402
 from harness.calibrate import Effort, expert_grid_points  # noqa: E402
-from harness.fit import (  # noqa: E402
+from harness.fit import BLOCK_WORK, block_term, (  # noqa: E402
     ATTENTION_TERMS,
     Samples,
     curves_of,
@@ -35,6 +35,7 @@ from semmoe.inputs import load_cluster  # noqa: E402
 from semmoe.specs import ClusterSpec, ModelSpec  # noqa: E402
 from semmoe.traffic import count_traffic  # noqa: E402
 from simulator.cost.attention import AttentionLoad  # noqa: E402
+from simulator.cost.block_pass import BlockPass  # noqa: E402
 from simulator.cost.whole_pass import WholePass  # noqa: E402
 from tests.harness.measure_kit import build  # noqa: E402
 
@@ -75,7 +76,8 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     schedulers = {"no_shuffle", "semantic", "sort_cut", "confident_first", "priced", "rehome", "oracle_tokens"}
     predictors = {"token_table", "device_ngram", "paper", "fusion", "oracle"}
     assert set(spec.host_us) >= {f"plan.{name}" for name in schedulers | predictors}
-    assert spec.host_us.keys() | set(ATTENTION_TERMS) >= spec.per_row_ns.keys()
+    by_work = {block_term(name, work) for name in raw_names(raw) for work in BLOCK_WORK}
+    assert spec.host_us.keys() | set(ATTENTION_TERMS) | by_work >= spec.per_row_ns.keys()
     assert spec.expert_grid_shape == (128, 32)
     active, rows = {a for _, a, _ in spec.expert_grid}, {r / a for r, a, _ in spec.expert_grid}
     assert len(spec.expert_grid) == len(active) * len(rows), "every pair of the grid"
@@ -116,6 +118,26 @@ def test_a_full_model_is_calibrated_by_its_single_operations(calibrated):
     assert np.median(np.abs(whole.time_us(load) / measured_us - 1)) < 0.5, "the simulator reads what was fitted"
     assert WholePass.of(spec, model, attention_tp=2) is None
     assert WholePass.of(spec, model.scaled(0.5), attention_tp=1) is None, "another model's terms"
+
+
+def raw_names(raw):
+    return {name for name, *_ in raw["blocks_us"]}
+
+
+def test_blocks_of_any_model_are_calibrated_with_all_heads_and_with_a_share(calibrated):
+    content, raw, _ = calibrated
+    spec, model = ClusterSpec.from_dict(content), build().model
+    assert raw_names(raw) == {"blocks.attention.tiny", "blocks.attention.tiny.tp2"}
+    for flow, name in (("dp", "blocks.attention.tiny"), ("tp_shuffled", "blocks.attention.tiny.tp2")):
+        points = np.array([point for told, *point in raw["blocks_us"] if told == name])
+        known = BlockPass.of(spec, model, flow, 2)
+        assert known is not None
+        predicted_us = known.time_us(AttentionLoad(*points[:, :4].T))
+        assert np.median(np.abs(predicted_us / points[:, 4] - 1)) < 0.5, "the simulator reads what was fitted"
+        assert known.head_us(np.array([0, 8]))[1] > known.head_us(np.array([0, 8]))[0] == 0
+        assert known.dense_us([8.0]) == known.shared_us([8.0]) == 0, "the tiny model has none"
+    assert BlockPass.of(spec, model, "tp_scattered", 4) is None, "not measured with 4 ranks"
+    assert BlockPass.of(spec, model.scaled(0.5), "dp", 2) is None, "another model's terms"
 
 
 def test_attention_fit_recovers_known_costs():
