@@ -13,9 +13,11 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from harness.app import calibrate  # noqa: E402
 from harness.calibrate import Effort, expert_grid_points  # noqa: E402
-from harness.fit import BLOCK_WORK, block_term, (  # noqa: E402
+from harness.fit import (  # noqa: E402
     ATTENTION_TERMS,
+    BLOCK_WORK,
     Samples,
+    block_term,
     curves_of,
     fit_attention,
     fit_local,
