@@ -25,6 +25,8 @@ expert_grid_shape); without them, attention and LM head are rooflines:
     host_us.head             final norm and LM head            per_row_ns.head                per request in the step
     host_us.step             bookkeeping and embedding         per_row_ns.step                per request in the step
 
+Terms of a model's blocks in fixed batches (scope full_model, every flow): simulator/cost/block_pass.py.
+
 A name may be followed by a dispatcher or flow, which then rules: "permute.a2a_dedup", "gate.tp_replicated",
 "plan.dp". Rows are counted on the slowest rank; ranks that share a core wait for each other.
 """
