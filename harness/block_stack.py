@@ -65,6 +65,7 @@ class BlockStack(Stack):
     @torch.no_grad()
     def _pass(self, inputs: list[LayerInput], sequences: Sequences, apart: bool) -> StepResult:
         self.timer.reset()
+        self.timer.waits = apart
         self.transport.counter.reset()
         clock = _Clock(self._wait, self._line_up if apart else None)
         self._line_up()
@@ -96,11 +97,13 @@ class _Clock:
 
     def mark(self, what: str) -> None:
         """`what` begins, and what was before it ends."""
+        if self._line_up is None:  # only the whole step is timed
+            return
         self._wait()
         now = perf_counter_ns()
         if self._what:
             self.took_ns[self._what].append(now - self._since)
-        if self._line_up is not None and what in self.took_ns:
+        if what in self.took_ns:
             self._line_up()
         self._what, self._since = (what if what in self.took_ns else ""), perf_counter_ns()
 
