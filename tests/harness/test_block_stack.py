@@ -58,7 +58,6 @@ def test_a_whole_model_has_a_row_whose_traffic_and_columns_are_the_simulators(
         assert row[f"{column}_measured"] == predicted[f"{column}_replayed"]
     for column in ("attention_ms", "layer_ms", "step_ms"):
         assert row[column] > 0 and predicted[column] > 0
-    assert row["step_ms"] > run.model.num_layers * row["attention_ms_p50"] / 2
     assert row["cuda_graph"].startswith("off")
 
 
