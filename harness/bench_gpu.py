@@ -148,7 +148,6 @@ def run_case(case: Case, copy_gbps: float | None) -> list[dict[str, Any]]:
 def rank_rows(dry_run: bool, gpus: int | None = None) -> Iterator[dict[str, Any]]:
     """Rows of real ranks: one a GPU, where there are two or more; two CPU processes in a dry run. gpus: as if so many."""
     from .bench_ranks import RankSizes, bench_ranks
-    from .links import peer_copy_gbps
     from .pool import RankPool
 
     ranks = 2 if dry_run else min(torch.cuda.device_count() if gpus is None else gpus, MOST_RANKS)
@@ -164,7 +163,11 @@ def rank_rows(dry_run: bool, gpus: int | None = None) -> Iterator[dict[str, Any]
     dry = RankSizes(24, 32, 8, 2, torch.float32, "shared", "torch", rounds=0)
     full = [RankSizes(t, 2048, 128, 8, torch.bfloat16, "symmetric", "triton", RANK_ROUNDS) for t in RANK_TOKENS]
     with RankPool(ranks, timeout_s=300.0) as pool:
-        link_gbps = None if dry_run else min(pool.run(peer_copy_gbps, COPY_BYTES))
+        link_gbps = None
+        if not dry_run:
+            from .links import peer_copy_gbps  # needs pandas, one GPU does not
+
+            link_gbps = min(pool.run(peer_copy_gbps, COPY_BYTES))
         for sizes in [dry] if dry_run else full:
             for timed_G in zip(*pool.run(bench_ranks, sizes), strict=True):
                 yield from timed_rows(timed_G, sizes, link_gbps, about)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,34 +9,12 @@ from torch import Tensor
 from semmoe.errors import UserError
 from semmoe.planning import RoutedStep
 
+from .poison import poisoned
 from .reference.experts import ExpertBiases, moe_reference
 from .stack import LayerInput, Stack
 from .weights import biases_of, gate_bias_of
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3, "fp8": 6e-2}  # relative norm; fp8 keeps 3 bits of mantissa
-
-
-_MODE = threading.Lock()
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors start as NaN (bytes: 255, which is NaN in every float type), so that an unwritten row shows."""
-    memory: Any = torch.utils.deterministic
-    with _MODE:
-        mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-        ours = not mode  # else another virtual rank of this process did it, and will undo it
-        if ours:
-            torch.set_deterministic_debug_mode(
-                "warn"
-            )  # use_deterministic_algorithms would import the compiler: seconds
-            memory.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        if ours:
-            torch.set_deterministic_debug_mode(mode)
-            memory.fill_uninitialized_memory = fill
 
 
 def check_step(stack: Stack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, float | None]:

@@ -13,7 +13,8 @@ from semmoe.errors import UserError
 from semmoe.planning import RoutedStep
 
 from .block_stack import BlockStack
-from .check import TOLERANCE, dtypes, moe_rows, poisoned, relative
+from .check import TOLERANCE, dtypes, moe_rows, relative
+from .poison import poisoned
 from .reference import blocks as reference
 from .stack import LayerInput
 

@@ -13,9 +13,10 @@ from semmoe.errors import UserError
 from semmoe.planning import StepPlanner
 from semmoe.serving import DECODE, PREFILL, StepPlan, TokenRows
 
-from .check import TOLERANCE, dtypes, poisoned
+from .check import TOLERANCE, dtypes
 from .full_model import FullModel
 from .models.tiny import Layer, TinyModel, rotary_tables
+from .poison import poisoned
 from .reference.experts import moe_reference
 from .weights import TinyWeights
 

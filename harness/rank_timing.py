@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .check import poisoned
 from .device_clock import device_ns, devices_meet
+from .poison import poisoned
 
 FLUSH_BYTES = 256 << 20
 UNABLE = "cannot run here:"

@@ -290,3 +290,19 @@ def test_what_another_variant_left_in_a_buffer_is_no_result() -> None:
     assert rank_timing._error(case, "ours") is None and rank_timing._error(case, "stale") is not None
     assert rank_timing._error(dataclasses.replace(case, outputs=()), "ours") is None
     assert rank_timing._error(dataclasses.replace(case, outputs=()), "stale") is None, "so the poison is what tells"
+
+
+def test_bench_gpu_needs_little_of_a_machine() -> None:
+    """GPU images have torch and Triton; docs/guide.md names what to carry there."""
+    blocked = ["simpy", "networkx", "hydra", "omegaconf", "yaml", "pandas", "matplotlib", "safetensors", "transformers"]
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+import harness.bench_gpu, harness.bench_cases, harness.bench_ranks, harness.bench_device, harness.pool
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

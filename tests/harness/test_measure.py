@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.check import TOLERANCE, poisoned  # noqa: E402
+from harness.check import TOLERANCE  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
+from harness.poison import poisoned  # noqa: E402
 from harness.pool import RankPool  # noqa: E402
 from harness.record import RankRecord, bootstrap_mean, time_columns  # noqa: E402
 from harness.serve import Clock  # noqa: E402
