@@ -12,6 +12,7 @@ import pandas as pd
 
 from .errors import UserError
 
+PATHS = ("transport", "kernel_path", "launch", "caches")  # how a line of a comparison was measured
 POLICIES = ("flow", "dispatcher", "placement", "request_scheduler", "token_scheduler")
 SHARED = (
     "model",

@@ -14,14 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from .axes import POLICIES, SHARED, flat_axes, telling_axes, unjoined
+from .axes import PATHS, POLICIES, SHARED, flat_axes, telling_axes, unjoined
 from .results import OPS, SERVED, WAITS, read_rows, write_atomically
 from .verdict import order, verdicts
 
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
 SHOWN_COUNTS = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts")
 COUNTED = (*SHOWN_COUNTS, "node_bytes", "nic_bytes", "metadata_bytes", *(f"{op}_bytes" for op in OPS))
-PATHS = ("transport", "kernel_path")  # how a row was measured
 PREDICTED = ("layer", "step", *SERVED)
 
 
@@ -58,6 +57,7 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     """
     folders = list(folders)
     rows = read_rows(folders).drop_duplicates(ignore_index=True)  # a folder that is named twice counts once
+    rows = rows.assign(launch=[_launch(told) for told in rows.cuda_graph], caches=[_caches(mb) for mb in rows.flush_mb])
     groups = _groups(rows)
     lines = [_line(key, group) for key, group in groups.items()]
     if rows.backend.nunique() > 1 and not any(line["sides"] == "both" for line in lines):
@@ -76,6 +76,16 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     return Comparison(table, keyed, summarise(table, groups), axes)
 
 
+def _launch(cuda_graph: Any) -> str:
+    """Of a measured row: replayed from a graph, or kernel by kernel from the host."""
+    return "graph" if cuda_graph == "on" else "eager"
+
+
+def _caches(flush_mb: Any) -> str:
+    """Of a measured row: as the layer before left them, or flushed."""
+    return "warm" if pd.isna(flush_mb) or not flush_mb else f"cold, {flush_mb:g} MB flushed"
+
+
 def _groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The rows of each line of the table: a configuration on a cluster, and one line for each way it was measured.
 
@@ -86,8 +96,8 @@ def _groups(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         measured = group[group.backend == "harness"]
         if measured.empty:
             groups[f"{config}@{cluster}"] = group
-        for (transport, kernels), same in measured.groupby(list(PATHS), sort=False):
-            groups[f"{config}@{cluster}@{transport}@{kernels}"] = pd.concat([group[group.backend != "harness"], same])
+        for path, same in measured.groupby(list(PATHS), sort=False):
+            groups["@".join(map(str, (config, cluster, *path)))] = pd.concat([group[group.backend != "harness"], same])
     return groups
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .axes import setting
+from .axes import PATHS, setting
 
 PREDICTED_TIE_PCT = 1.0  # predictions closer than this are not told apart
 
@@ -77,10 +77,9 @@ def is_baseline(line: pd.Series[Any]) -> bool:
 
 
 def same_path(a: Any, b: Any) -> bool:
-    """Whether both were measured over the same transport and kernels ("-": not measured)."""
-    return all(
-        "-" in pair or pair[0] == pair[1] for pair in ((a.transport, b.transport), (a.kernel_path, b.kernel_path))
-    )
+    """Whether both were measured alike: transport, kernels, graph or not, caches ("-": not measured)."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in PATHS]
+    return all("-" in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def metric_of(line: pd.Series[Any]) -> str:

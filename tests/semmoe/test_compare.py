@@ -241,3 +241,19 @@ def test_wide_axes_get_a_table_of_their_own_uncut_and_served_figures_only_served
     assert all(name in tables["configurations"] for name in long.values()), "a name is cut"
     assert max(map(len, text.splitlines())) <= 140 and "contiguous" not in tables["locality"]
     assert len(tables["served requests"].splitlines()) == 3 + 1 + 1, "title, three lines of heading, the served row"
+
+
+def test_cold_and_warm_eager_and_graph_are_lines_of_their_own_and_never_held_against_each_other(tmp_path):
+    """One configuration measured four ways is no repeat of itself; a cold policy has no warm baseline."""
+    ways = [{"flush_mb": 0.0}, {"flush_mb": 256.0}, {"cuda_graph": "on"}, {"cuda_graph": "off: CPU tensors"}]
+    for number, way in enumerate(ways):
+        for each in measured("aaa", [10.0 + number], **way):
+            write_row(tmp_path / str(number), each)
+    for each in measured("sem", [5.0], flush_mb=256.0, **SEMANTIC):
+        write_row(tmp_path / "5", each)
+    found = compare([tmp_path / name for name in ("0", "1", "2", "3", "5")]).table
+    alike = found[found.config_id == "aaa"].set_index(["launch", "caches"])
+    assert set(alike.index) == {("eager", "warm"), ("eager", "cold, 256 MB flushed"), ("graph", "warm")}
+    assert alike.repeats.to_dict()["eager", "warm"] == 2 and alike.layer_ms_measured["graph", "warm"] == 12.0
+    (policy,) = found[found.config_id == "sem"].to_dict("records")
+    assert "54.5 %" in policy["verdict"] or "55 %" in policy["verdict"], policy["verdict"]  # of 11 ms, not of 11.5
