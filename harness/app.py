@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from semmoe.errors import UserError, nearest
+from semmoe.files import check_writable
 from semmoe.results import write_atomically
 from semmoe.run import Run
 from semmoe.serving.steplog import step_log_path
@@ -66,6 +67,7 @@ def calibrate(run: Run, effort: Effort | None = None) -> Path:
         raise UserError(f"cluster={run.cluster.name} has no `file` to write; semmoe calibrate needs cluster=local")
     effort = effort or _effort(str(run.cfg["measure"]["calibration"]))
     path = Path(file)
+    check_writable(path)
     if is_follower():
         follow(_timeout_s(run))
         return path

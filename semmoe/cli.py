@@ -17,6 +17,7 @@ from typing import Any
 from . import __version__
 from .errors import UserError, nearest
 from .explain import explain_command
+from .files import check_writable
 from .plugins import add_working_directory, place_of, told
 
 USAGE = """semmoe COMMAND [options] [key=value ...]
@@ -51,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt as stop:
         return _stopped(command, stop)
+    except SystemExit as stop:  # of --help and of wrong options; a policy must not end the command without a word
+        if not (where := place_of(stop)):
+            raise
+        _say(command, f"{where}ended the command (SystemExit: {stop})")
+        return 1
     except BrokenPipeError:  # the reader of our output went away, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -189,6 +195,9 @@ def compare(rest: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, help="report file; default: report.html in the first run's folder")
     parser.add_argument("--csv", type=Path, help="also write the joined table as CSV")
     options = parser.parse_args(rest)
+    for path in (options.html, options.csv):
+        if path is not None:
+            check_writable(path)
     comparison = join(options.runs)
     print(comparison.render())
     if options.csv:

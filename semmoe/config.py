@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError, nearest
-from .values import as_words, check_values
+from .plugins import METHODS
+from .values import as_numbers, as_words, check_values
 
 
 def conf_dir() -> Path:
@@ -52,7 +53,8 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
             for extra in sweep_points(base.get("sweep") or [], point):
                 configs.append(_compose([*point, *extra]) if extra else base)
     defaults = _defaults()
-    for config in configs:
+    for position, composed in enumerate(configs):
+        configs[position] = config = as_numbers(composed)
         config.pop("sweep", None)
         config.pop("experiment", None)
         as_words(config)
@@ -149,22 +151,28 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _refuse_groups_without_a_name(overrides)
+    _refuse_nameless_groups_and_gaps(overrides)
     try:
         config = compose("config", overrides=list(overrides))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise (_own(error) or UserError(_explain(str(error), overrides))) from None
     assert isinstance(resolved, dict)
+    if gone := sorted(set(groups()) - {"experiment"} - set(resolved)):
+        raise UserError(f"{gone[0]} is left out; {gone[0]}=NAME is right ({', '.join(group_options(gone[0]))})")
     return {str(key): value for key, value in resolved.items()}
 
 
-def _refuse_groups_without_a_name(overrides: Sequence[str]) -> None:
-    """UserError for `token_scheduler=null`, `=true`, `=3` or a mapping, on which Hydra only raises a ValueError."""
+def _refuse_nameless_groups_and_gaps(overrides: Sequence[str]) -> None:
+    """UserError for `token_scheduler=null`, `=true`, `=3` or a mapping, on which Hydra only raises a ValueError, and for
+    `~serving.kv_tokens`: only what a class takes may be left to its defaults."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         group, value = override.key_or_group, override.value()
+        taken = (*METHODS, "trace", "model", "cluster")  # groups whose keys are parameters of a class
+        if override.is_delete() and group not in groups() and group.split(".")[0] not in taken:
+            raise UserError(f"~{group}: cannot be left out; {group}=VALUE sets it")
         plain = not override.is_delete() and not override.is_add()  # +GROUP={_target_: ...} is a policy of one's own
         if plain and group in groups() and not isinstance(value, str | list):
             said = f"{group}={value if isinstance(value, dict) else _written(value)}"

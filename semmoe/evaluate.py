@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from .config import conf_dir, group_options
 from .errors import UserError
+from .files import check_writable
 from .inputs import ASSETS, check_trace, load_cluster
 from .placement.instances import small_cases
 from .placement.objectives import OBJECTIVES, gaps
@@ -221,6 +222,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
     for name in options.placements:
         option("placement", name)
+    if options.out:
+        check_writable(options.out)
 
 
 def report(options: argparse.Namespace, command: str) -> Iterator[str]:

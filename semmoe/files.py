@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     UserError where the system refuses (no room, no permission, a file where a folder should be).
     """
     path = Path(path)
+    if not path.name:
+        raise UserError(f"'{path}' is a folder; the name of a file to write is right")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +46,25 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             f"{path}: cannot be written ({error.strerror or error}); finished rows are kept, "
             "run the same command again to continue"
         ) from None
+
+
+def check_writable(path: str | Path) -> None:
+    """UserError where a file could not be written: asked before work that takes long. Nothing is left behind."""
+    path = Path(path)
+    missing = [folder for folder in path.parents if not folder.exists()]
+    probe = path.parent / f".{os.getpid()}.probe"
+    try:
+        if not path.name or path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written ({error.strerror}); name a file in a folder of yours") from None
+    finally:
+        for folder in missing:  # the innermost first
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def read_arrays(path: str | Path, what: str, remedy: str) -> dict[str, Any]:

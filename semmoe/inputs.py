@@ -35,6 +35,10 @@ def load_trace(group: dict[str, Any]) -> RoutingTrace:
     if group.get("_target_"):
         made = instantiate(group, "trace")
         return made if isinstance(made, RoutingTrace) else made.make()
+    if "path" not in group:
+        raise UserError(
+            "trace.path is missing; trace=file trace.path=FILE.npz is right, or another trace= (semmoe trace)"
+        )
     path = str(group["path"])
     return RoutingTrace.load(ASSETS / path.removeprefix("asset:") if path.startswith("asset:") else path)
 

@@ -18,7 +18,7 @@ from .errors import UserError
 from .placement.base import Placement
 from .predict.base import Predictor
 from .predict.oracle import Oracle
-from .schedule.base import TokenScheduler, capacity_of
+from .schedule.base import Plan, TokenScheduler, capacity_of
 from .trace import RoutingTrace
 
 
@@ -107,7 +107,14 @@ class StepPlanner:
         homes_TL = np.empty((tokens, layers), dtype=np.int64)
         capacity = capacity_of(tokens, self.ranks, self.home_cap)
         for layer in range(layers):
-            homes_TL[:, layer] = self.token_scheduler.homes(self.scores(rows_T, layer), capacity).owner_T
+            plan = self.token_scheduler.homes(self.scores(rows_T, layer), capacity)
+            if not isinstance(plan, Plan) or len(plan.owner_T) != tokens:
+                told = f"a Plan of {len(plan.owner_T)}" if isinstance(plan, Plan) else type(plan).__name__
+                raise UserError(
+                    f"token scheduler {type(self.token_scheduler).__name__}: homes() returned {told}; a Plan of the "
+                    f"{tokens} tokens is right (Plan.from_owner)"
+                )
+            homes_TL[:, layer] = plan.owner_T
         return homes_TL
 
     def scores(self, rows_T: NDArray[np.int64], layer: int) -> NDArray[np.int32]:
@@ -115,7 +122,15 @@ class StepPlanner:
         if self.predictor is None:
             return np.zeros((len(rows_T), self.ranks), dtype=np.int32)
         history = self._history(rows_T, layer)
-        return self.predictor.scores(self.trace.token_id_T[rows_T], layer, history, self.placement)[0]
+        found = self.predictor.scores(self.trace.token_id_T[rows_T], layer, history, self.placement)
+        right = (len(rows_T), self.ranks)
+        if not isinstance(found, tuple) or np.shape(found[0]) != right:
+            told = f"scores of shape {np.shape(found[0])}" if isinstance(found, tuple) else type(found).__name__
+            raise UserError(
+                f"predictor {type(self.predictor).__name__}: scores() returned {told}; (score_TG of shape {right}, "
+                "confidence_T) is right"
+            )
+        return found[0]
 
     def _returns(self, slots_TLk: NDArray[np.integer], homes_TL: NDArray[np.integer]) -> NDArray[np.integer]:
         """Where each token's outputs are summed, decided on the actual experts."""
@@ -154,7 +169,13 @@ class StepPlanner:
         for layer in range(self.trace.num_layers):
             homes_T = np.full(len(rows_T), -1) if homes_TL is None else homes_TL[:, layer]
             experts_Tk = self.trace.experts_TLk[rows_T, layer]
-            slots_TLk[:, layer] = self.replica_router.slots(experts_Tk, homes_T, self.placement, layer)
+            slots_Tk = self.replica_router.slots(experts_Tk, homes_T, self.placement, layer)
+            if np.shape(slots_Tk) != experts_Tk.shape:
+                raise UserError(
+                    f"replica router {type(self.replica_router).__name__}: slots() returned {type(slots_Tk).__name__} of "
+                    f"shape {np.shape(slots_Tk)}; a slot for each of the experts_Tk, {experts_Tk.shape}, is right"
+                )
+            slots_TLk[:, layer] = slots_Tk
         return slots_TLk
 
 

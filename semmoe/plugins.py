@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +22,25 @@ def add_working_directory() -> None:
         sys.path.insert(0, here)
 
 
-METHODS = {
-    "placement": "place",
-    "predictor": "scores",
-    "replica_router": "slots",
-    "request_scheduler": "assign",
-    "token_scheduler": "homes",
+METHODS = {  # that a policy must have
+    "placement": ("place",),
+    "predictor": ("scores", "fit"),
+    "replica_router": ("slots",),
+    "request_scheduler": ("assign",),
+    "token_scheduler": ("homes",),
+}
+ARGUMENTS: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # of each method that a policy may have, in the order in which it gets them
+    "placement": {"place": ("problem",)},
+    "predictor": {"scores": ("token_ids_T", "layer", "history", "placement"), "fit": ("profile",)},
+    "replica_router": {"slots": ("experts_Tk", "homes_T", "placement", "layer")},
+    "request_scheduler": {
+        "assign": ("request", "score_G", "head_counts", "ranks"),
+        "assign_window": ("requests", "score_RG", "head_counts", "ranks"),
+        "fit": ("profile", "placement"),
+    },
+    "token_scheduler": {"homes": ("score_TG", "capacity")},
 }
 
 
@@ -37,7 +51,9 @@ def instantiate(group: dict[str, Any], where: str) -> Any:
     that it does not take or of another kind, no method that the group's protocol needs.
     """
     target = group.get("_target_")
-    if not target:
+    if target is None:
+        if where in ("placement", "request_scheduler", "replica_router"):
+            raise UserError(f"{where}._target_ names no class; module.Class is right, such as my_policy.Mine")
         return None
     from hydra.errors import HydraException
     from hydra.utils import instantiate as hydra_instantiate
@@ -55,11 +71,27 @@ def instantiate(group: dict[str, Any], where: str) -> Any:
             f"{where}._target_={target}: {' '.join(str(cause).split()) or type(cause).__name__}; "
             f"parameters that it takes are needed (given here: {given})"
         ) from error
-    if where in METHODS and not callable(getattr(made, METHODS[where], None)):
-        raise UserError(
-            f"{where}._target_={target}: has no method {METHODS[where]}(), which every {where} needs (docs/plugins.md)"
-        )
+    for name in METHODS.get(where, ()):
+        if not callable(getattr(made, name, None)):
+            raise UserError(
+                f"{where}._target_={target}: has no method {name}(), which every {where} needs (docs/plugins.md)"
+            )
+    for name, arguments in ARGUMENTS.get(where, {}).items():
+        _check_call(getattr(made, name, None), arguments, f"{where}._target_={target}")
     return made
+
+
+def _check_call(method: Any, arguments: Sequence[str], said: str) -> None:
+    """UserError where a method cannot take the arguments that it will get. None, and what hides its parameters, passes."""
+    try:
+        parameters = inspect.signature(method)
+    except (TypeError, ValueError):
+        return
+    try:
+        parameters.bind(*arguments)
+    except TypeError as error:
+        right = f"{method.__name__}(self, {', '.join(arguments)})"
+        raise UserError(f"{said}: {method.__name__}{parameters} is called as {right}: {error}") from None
 
 
 def _locate(target: str, where: str) -> Callable[..., Any]:

@@ -221,6 +221,7 @@ def _columns() -> dict[str, Column]:
 
 
 COLUMNS = _columns()
+SPENT = ("layer_ms", "step_ms", "ttft_ms", "tpot_ms", "e2e_ms", "tokens", "steps")  # never below 0, as bytes
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
@@ -237,8 +238,11 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
                 checked[name] = {"str": str, "int": int, "float": float}[kind](value)
                 if kind == "float" and math.isinf(checked[name]):
                     raise ValueError
+                if kind != "str" and (name in SPENT or name.endswith("_bytes")) and checked[name] < 0:
+                    raise ValueError
         except (TypeError, ValueError, OverflowError):
             right = "finite float" if kind == "float" else kind
+            right += " of at least 0" if name in SPENT or name.endswith("_bytes") else ""
             raise UserError(f"{where}: column {name} holds {value!r}; {right} is right") from None
     missing = [name for name, column in COLUMNS.items() if column.required and checked.get(name) is None]
     if missing:

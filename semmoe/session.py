@@ -16,6 +16,7 @@ import numpy as np
 from .builder import RunBuilder
 from .config import compose_all, compose_one
 from .errors import UserError
+from .files import check_writable
 from .plan_store import PlanStore
 from .plugins import told as in_words
 from .results import read_row, row_path, write_atomically, write_row
@@ -141,6 +142,8 @@ def _build_all(overrides: Sequence[str], multirun: bool, backend: str, told: Pro
                 else:
                     runs[path] = run
             bar.update()
+    for folder in {path.parent for path in runs}:
+        check_writable(folder / "row.json")
     told.planned()
     told.runs = len(runs)
     # every configuration once, then again: a machine that drifts does not favour one of them

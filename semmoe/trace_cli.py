@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import UserError
+from .files import check_writable
 from .inputs import ASSETS, load_trace
 from .profile import Profile
 from .trace import RoutingTrace
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     synthetic.add_argument("dials", nargs="*", help="for example requests=200 topics=8 concentration=0.9 seed=1")
     synthetic.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
+    if options.command != "info":
+        check_writable(options.out)
     return {"info": _info, "record": _record, "synthetic": _synthetic}[options.command](options)
 
 

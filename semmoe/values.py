@@ -73,12 +73,19 @@ RULES: dict[str, Rule] = {
     "slo.ttft_ms": POSITIVE,
     "slo.tpot_ms": POSITIVE,
     "slo.e2e_ms": or_null(POSITIVE),
-    "measure.feed": TEXT,
+    "measure.feed": among("hidden", "random", "checkpoint"),
     "measure.checkpoint": or_null(TEXT),
     "measure.cuda_graph": among("auto", "on", "off"),
     "measure.warmup": whole(0),
     "measure.plan": among("host", "device"),
-    "measure.timeout_s": POSITIVE,
+    "measure.timeout_s": (
+        "a number above 0, at most 604800 (a week)",
+        lambda value: is_kind(value, float) and 0 < value <= 604800,
+    ),
+    "measure.flush_mb": (
+        "a whole number of megabytes from 0 (warm caches) to 4096, a few times the last cache",
+        lambda value: is_kind(value, int) and 0 <= value <= 4096,
+    ),
     "workload.kind": among("batches", "serve"),
     "workload.batch_tokens": whole(1),
     "workload.head_tokens": whole(0),
@@ -101,13 +108,24 @@ RULES: dict[str, Rule] = {
     "model.path": TEXT,
     "cluster.file": or_null(TEXT),
     "placement.slots": or_null(whole(1)),
-    "transport.name": TEXT,
+    "transport.name": among("collective", "shared", "symmetric", "virtual"),
     "transport.kernels": among("torch", "triton"),
 }
 
 ON_OFF = (
     "measure.cuda_graph",
 )  # keys with the words on and off, which a YAML file holds as true and false unless quoted
+
+
+def as_numbers(value: Any) -> Any:
+    """The config with whole numbers too long for 64 bits as floats, which is what they would be with an exponent."""
+    if isinstance(value, dict):
+        return {key: as_numbers(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [as_numbers(inside) for inside in value]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return float(f"{value:.0e}") if abs(value) < 10**400 else float("inf")
+    return value
 
 
 def as_words(config: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     data = Path(options["data"]) if options["data"] else DATA
     if options["data"] and not data.exists():
         raise UserError(f"data={data}: no such folder or file; a folder of the CSV files or one of them is right")
-    if data.is_file():
+    if not data.is_dir():
         print(table(rows_of_file(data, DATA), {}))
         return 0
     rows, skipped = collect(data)

@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..kinds import check_kinds
 from ..trace import RoutingTrace
 from .gates import Gates, num_types
+from .room import check_room
 
 PROFILES = Path(__file__).parent.parent / "assets" / "profiles"
 
@@ -93,6 +94,7 @@ class AffinityProfile:
         prompt_len and output_len in tokens, lognormal with sigma `spread`. Tables belong to the profile and stay the
         same for every seed; the seed draws requests, tokens, contexts and noise.
         """
+        check_room(requests, prompt_len + output_len, len(self.layer_ids), self.top_k)
         rng = np.random.default_rng([seed, 11])
         domain_R = np.arange(requests) % len(domains)
         prompt_R, output_R = _lengths(prompt_len, spread, requests, rng), _lengths(output_len, spread, requests, rng)

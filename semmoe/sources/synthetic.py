@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from ..trace import RoutingTrace
+from .room import check_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ class Synthetic:
 
     def make(self) -> RoutingTrace:
         """Draw the trace: about 30 s for a million tokens of 26 layers on one core."""
+        check_room(self.requests, self.prompt_len + self.output_len, self.layers, self.top_k)
         rng = np.random.default_rng([self.seed, 2])
         prompt_R = self._lengths(self.prompt_len, rng)
         output_R = self._lengths(self.output_len, rng) if self.output_len else np.zeros(self.requests, dtype=np.int64)

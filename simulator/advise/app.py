@@ -23,6 +23,7 @@ import pandas as pd
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_one
 from semmoe.errors import UserError
+from semmoe.files import check_writable
 from semmoe.plan_store import PlanStore
 from semmoe.run import Run
 from semmoe.session import progress
@@ -264,6 +265,8 @@ def render(advice: Advice, width: int = WIDTH) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print the advice; html=FILE writes the page too."""
     html = [word.split("=", 1)[1] for word in argv if word.startswith("html=")]
+    for path in html:
+        check_writable(path)
     advice = advise([word for word in argv if not word.startswith("html=")])
     print(render(advice))
     if html:
