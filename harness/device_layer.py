@@ -28,11 +28,10 @@ from .kernels.home import home_tokens
 from .kernels.launch import BarrierState, CarriedIds, launch_sag, launch_srs
 from .kernels.launch_exchange import Group, Served, combine, pull, serve_tokens
 from .kernels.rank_tokens import rank_tokens
-from .kernels.scores import score_tokens
+from .kernels.scores import DeviceTables, score_tokens
 from .layer import LayerOutput, MoELayer
 from .pulled import answer, count_exchange, count_experts, route_words, serve
 from .reference.ranking import TokenRanking
-from .reference.scores import LayerScores
 from .transport.packing import row_bytes
 
 
@@ -41,7 +40,7 @@ class Planned:
     """What a rank plans the homes of a layer with. after: the layer before, whose carried ids lie in its buffers when this one
     runs (None: the first)."""
 
-    scores: LayerScores
+    tables: DeviceTables
     capacity: int
     after: DeviceLayer | None
 
@@ -158,8 +157,8 @@ class DeviceLayer:
         return [self._gate_rows, *moe] if self.spec.flow == "dp" else [self._scatter, *moe, self._gather]
 
     def _plan_homes(self, planned: Planned) -> None:
-        slots_Tk, row_T = (None, None) if planned.after is None else (planned.after.ids_Tk, planned.after.chain_row_T)
-        score_TG, _ = score_tokens(planned.scores, self.token_T, slots_Tk, row_T, self.chain_row_T)
+        before = planned.after or self  # the first layer looks at neither
+        score_TG, _ = score_tokens(planned.tables, self.token_T, before.ids_Tk, before.chain_row_T, self.chain_row_T)
         self.owner_T.copy_(home_tokens(score_TG, planned.capacity))
 
     def _scatter(self) -> None:

@@ -118,7 +118,7 @@ class GraphStack(Stack):
         if plan is None:
             return None
         after = self._captured[layer - 1, shape][0] if layer else None
-        return Planned(plan.layers[layer], plan.capacity(shape.tokens), after)
+        return Planned(plan.device_tables[layer], plan.capacity(shape.tokens), after)
 
     def _fill(self, layer: DeviceLayer, given: LayerInput) -> None:
         layer.fill(given.x, given.routes.slots_Tk, given.homes_T, given.token_T)

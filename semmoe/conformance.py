@@ -219,6 +219,26 @@ def slots_hold_the_expert(subject: Subject) -> None:
 
 
 MAY_DECLINE = {"fills redundant slots", "assigns without scores"}
+
+
+def tables_say_what_scores_say(subject: Subject) -> None:
+    """Of a predictor that has tables, for ranks that plan on the device."""
+    predictor, placement, tokens = _fitted_predictor(subject), subject.placement(), 50
+    if not hasattr(predictor, "tables"):
+        return
+    trace, ids = subject.train, subject.train.token_id_T[:tokens]
+    slots_Tk, row_T = np.zeros((tokens, trace.top_k), dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+    back = int(getattr(predictor, "lookback", 0))
+    for layer in range(placement.num_layers):
+        history = np.full((tokens, back, trace.top_k), -1, dtype=np.int16) if back else None
+        for b in range(min(back, layer)):
+            history[:, b] = trace.experts_TLk[:tokens, layer - 1 - b]  # type: ignore[index]
+        expected, _ = predictor.scores(ids, layer, history, placement)
+        score, row_T = predictor.tables(layer, placement).scores(ids, slots_Tk, row_T)
+        assert np.array_equal(score, expected), f"layer {layer}: tables give other scores than scores(...)"
+        slots_Tk = placement.first_slot_LE[layer][trace.experts_TLk[:tokens, layer]]
+
+
 CHECKS: dict[str, dict[str, Check]] = {
     "placement": {
         "places every expert of every layer": places_every_expert,
@@ -230,6 +250,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "scores have shape and kind": scores_have_shape_and_kind,
         "scores unseen tokens": scores_unseen_tokens,
         "same input, same scores": scores_alike_twice,
+        "tables, where there are any, say what scores say": tables_say_what_scores_say,
     },
     "token_scheduler": {
         "plans are permutations within capacity": plans_are_permutations_within_capacity,

@@ -13,12 +13,17 @@ Memory ordering: none between programs; the slots are those of a launch before i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..reference.scores import LayerScores
+from semmoe.predict.tables import ScoreTables
+
 from .home import best_rank
 
 TILE = 128  # tokens of a program
@@ -67,15 +72,42 @@ def score_kernel(
     tl.store(chain_row + t, chain, mask=exists)
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """ScoreTables of one layer on a device."""
+
+    row_V: Tensor
+    token_SG: Tensor
+    token_sure_S: Tensor
+    chain_SG: Tensor
+    chain_sure_S: Tensor
+    held_PG: Tensor | None
+    weight: int
+    drop: int
+
+    @classmethod
+    def of(cls, tables: ScoreTables, device: torch.device) -> DeviceTables:
+        def put(table: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(table)).to(device, dtype)
+
+        token, chain = tables.token, tables.chain
+        return cls(
+            put(tables.row_V, torch.int32),
+            put(token.score_SG, torch.int32),
+            put(token.sure_S, torch.float32),
+            put(chain.rows.score_SG, torch.int32),
+            put(chain.rows.sure_S, torch.float32),
+            None if chain.held_PG is None else put(chain.held_PG, torch.int32),
+            chain.weight,
+            chain.drop,
+        )
+
+
 def score_tokens(
-    tables: LayerScores,
-    token_T: Tensor,
-    slots_Tk: Tensor | None,
-    earlier_row_T: Tensor | None,
-    chain_row_T: Tensor | None = None,
+    tables: DeviceTables, token_T: Tensor, slots_Tk: Tensor, earlier_row_T: Tensor, chain_row_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `tables(token_T, slots_Tk, earlier_row_T)`; chain_row_T: where to write the rows of the chain."""
-    tokens, ranks = len(token_T), tables.ranks
+    """As `ScoreTables.scores`. token_T, earlier_row_T: int64, slots_Tk: any integers; chain_row_T: where to write the rows."""
+    tokens, ranks = len(token_T), tables.token_SG.shape[1]
     score_TG = torch.empty(tokens, ranks, dtype=torch.int32, device=token_T.device)
     chain_row_T = torch.empty_like(token_T) if chain_row_T is None else chain_row_T
     looks_back = tables.held_PG is not None
@@ -86,15 +118,15 @@ def score_tokens(
         tables.token_sure_S,
         tables.chain_SG,
         tables.chain_sure_S,
-        token_T if slots_Tk is None else slots_Tk.contiguous(),
-        tables.held_PG if looks_back else token_T,
-        earlier_row_T if looks_back else token_T,
+        slots_Tk.contiguous(),
+        tables.held_PG if looks_back else tables.row_V,
+        earlier_row_T,
         score_TG,
         chain_row_T,
         tokens,
         tables.weight,
         tables.drop,
-        K=slots_Tk.shape[1] if slots_Tk is not None and looks_back else 1,
+        K=slots_Tk.shape[1] if looks_back else 1,
         W=ranks,
         W_PADDED=max(triton.next_power_of_2(ranks), 2),
         TILE=TILE,

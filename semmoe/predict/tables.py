@@ -56,6 +56,13 @@ class Chain:
         ranks = placement.ep_size
         return cls(rows, held_EG[expert_P], ranks ** (digits - 1), ranks ** (digits_before - digits + 1))
 
+    def rows_T(self, tokens: int, slots_Tk: NDArray[np.integer], earlier_T: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row of every token."""
+        if self.held_PG is None:
+            return np.zeros(tokens, dtype=np.int64)
+        device_T = self.held_PG[slots_Tk].sum(axis=1).argmax(axis=1)
+        return device_T * self.weight + earlier_T // self.drop
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreTables:
@@ -64,3 +71,17 @@ class ScoreTables:
     token: Rows
     row_V: NDArray[np.integer]
     chain: Chain
+
+    def scores(
+        self, token_ids_T: NDArray[np.integer], slots_Tk: NDArray[np.integer], earlier_row_T: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(score_TG, row_T of the chain): the reference of `harness.kernels.scores`. slots_Tk, earlier_row_T: the slots of the
+        layer before and its row_T, not looked at where the chain asks nothing of it."""
+        chain_T, token_T = self.chain.rows_T(len(token_ids_T), slots_Tk, earlier_row_T), self.row_V[token_ids_T]
+        first_T = self.token.sure_S[token_T] > self.chain.rows.sure_S[chain_T]
+        return np.where(first_T[:, None], self.token.score_SG[token_T], self.chain.rows.score_SG[chain_T]), chain_T
+
+    def spread(self) -> int:
+        """Between the highest and the lowest score of any row."""
+        tables = (self.token.score_SG, self.chain.rows.score_SG)
+        return max(int(table.max()) for table in tables) - min(int(table.min()) for table in tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,15 @@ from harness.device_plan import DevicePlan, planner_of
 from harness.stack import Stack
 from harness.virtual_pool import VirtualPool
 from harness.worker import RankContext
+from semmoe.predict.tables import Rows
 from semmoe.run import Run
 from semmoe.traffic import count_traffic, differences
 
 Step = tuple[Counter, list[NDArray[np.int64]]]  # what a rank counted; the home of every token in each layer
+
+
+def turned(rows: Rows) -> Rows:
+    return replace(rows, score_SG=rows.score_SG[:, ::-1])
 
 
 def step_rows(run: Run, tokens: int) -> NDArray[np.int64]:
@@ -25,14 +31,13 @@ def step_rows(run: Run, tokens: int) -> NDArray[np.int64]:
 
 
 def plan_steps(context: RankContext, run: Run, tokens: Sequence[int], fault: str = "none") -> list[Step]:
-    """Steps of these sizes on this rank. fault: "table", the scores of two ranks are exchanged in every table; "stale", every
+    """Steps of these sizes on this rank. fault: "table", the scores of ranks stand in reverse in every chain; "stale", every
     layer is handed the slots of the layer before the last."""
     stack, planner = Stack(context, run), planner_of(run)
     plan = stack.device_plan
     assert plan is not None
     if fault == "table":
-        for scores in plan.layers:
-            scores.token_SG, scores.chain_SG = (table.flip(1) for table in (scores.token_SG, scores.chain_SG))
+        plan.tables = [replace(t, chain=replace(t.chain, rows=turned(t.chain.rows))) for t in plan.tables]
     if fault == "stale":
         late, whole = [None], plan.carried
 

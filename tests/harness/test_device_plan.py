@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import plan_cases
 import pytest
-import torch
 from kernel_cases import on_rank_zero
-from plan_cases import process_steps, step_rows, virtual_steps, wrong
+from plan_cases import process_steps, virtual_steps, wrong
 from rank_processes import rank_processes
 
 from harness.measure import measure_run
 from harness.pool import RankPool
-from harness.reference.scores import LayerScores
 from harness.virtual_pool import VirtualPool
 from semmoe.errors import UserError
-from semmoe.planning import StepPlanner
-from semmoe.replica_router import Local
 from semmoe.results import check_row
 from semmoe.rows import locality_columns
 from semmoe.run import Run
@@ -30,27 +25,6 @@ PRICED = ("flow=tp_shuffled", "token_scheduler=priced", "placement=random")
 def device_run(ranks: int, predictor: str, *overrides: str) -> Run:
     on = ("cluster=h100x8", f"ep_size={ranks}", "dtype=fp32") if ranks > 4 else (f"ep_size={ranks}",)
     return build(*PRICED, *on, f"predictor={predictor}", "measure.plan=device", *overrides)
-
-
-@pytest.mark.parametrize("predictor", ["token_table", "device_ngram 1", "device_ngram 3", "paper 2"])
-@pytest.mark.parametrize("slots", ["null", "48"])
-def test_tables_say_what_the_predictor_says(predictor: str, slots: str) -> None:
-    """Of every layer and 1,000 held-out tokens; experts with copies on several ranks too."""
-    name, *lookback = predictor.split()
-    named = (f"predictor={name}", *(f"predictor.lookback={n}" for n in lookback))
-    run = build(*PRICED, "ep_size=4", *named, f"placement.slots={slots}")
-    placement, rows_T = run.fitted.placement, step_rows(run, 1000)
-    planner = StepPlanner(
-        run.heldout, placement, run.spec, run.recipe.make_token_scheduler(), run.fitted.predictor, Local(), 1.1
-    )
-    slots_TLk = torch.from_numpy(planner.route(rows_T, None).slots_TLk)
-    token_T, row_T, slots_Tk = torch.from_numpy(run.heldout.token_id_T[rows_T].astype(np.int64)), None, None
-    for layer in range(placement.num_layers):
-        scores = LayerScores(run.fitted.predictor.tables(layer, placement), torch.device("cpu"))
-        score_TG, row_T = scores(token_T, slots_Tk, row_T)
-        slots_Tk = slots_TLk[:, layer]
-        assert score_TG.dtype == torch.int32
-        assert (score_TG.numpy() == planner.scores(rows_T, layer)).all(), layer
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
