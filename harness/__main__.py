@@ -26,13 +26,13 @@ from .torchrun import TorchrunPool, follow, is_follower, under_torchrun
 def main() -> int:
     """Exit status of this rank; without torchrun it is the plain command line."""
     add_working_directory()
-    if is_follower():
-        try:
+    try:
+        if is_follower():
             follow()
-        except UserError as error:
-            print(f"harness: {error}", file=sys.stderr)
-            return 2
-        return 0
+            return 0
+    except UserError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return 2
     words = sys.argv[1:]
     status = cli.main(["measure", *words] if is_experiment(words) else words)
     if status == 0 and under_torchrun() and not TorchrunPool.opened:

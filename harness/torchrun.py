@@ -19,7 +19,16 @@ def under_torchrun() -> bool:
 
 def is_follower() -> bool:
     """Whether this process is a rank of torchrun that only follows."""
-    return under_torchrun() and int(os.environ["RANK"]) != 0
+    return under_torchrun() and _number("RANK") != 0
+
+
+def _number(name: str) -> int:
+    """A whole number that torchrun puts into the environment."""
+    if not (text := os.environ[name]).isdecimal():
+        raise UserError(
+            f"{name}='{text}' in the environment is not a whole number; torchrun sets it, unset it otherwise"
+        )
+    return int(text)
 
 
 class TorchrunPool:
@@ -28,7 +37,7 @@ class TorchrunPool:
     opened = False  # whether this process has led the ranks
 
     def __init__(self, ranks: int, timeout_s: float = 120.0) -> None:
-        world = int(os.environ["WORLD_SIZE"])
+        world = _number("WORLD_SIZE")
         if world != ranks:
             raise UserError(f"torchrun gave {world} ranks, the configuration has ep_size={ranks}; make them equal")
         self.ranks = ranks
@@ -91,6 +100,17 @@ def _join(timeout_s: float) -> tuple[RankContext, Any]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(backends(), timeout=timedelta(seconds=timeout_s))
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= world:
+        raise UserError(f"RANK={rank} in the environment must be below WORLD_SIZE={world}; torchrun sets both")
+    try:
+        dist.init_process_group(backends(), timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:  # torch's DistError among them
+        why = str(error).splitlines()[0]
+        raise UserError(
+            f"rank {rank} of {world} could not meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"within {timeout_s:g} s: {why}; start all ranks by one torchrun command (another --rdzv-endpoint or "
+            "--master-port where the port is taken), or unset RANK"
+        ) from None
     control = dist.new_group(timeout=GROUP_TIMEOUT, backend="gloo")
     return RankContext(dist.get_rank(), dist.get_world_size()), control
