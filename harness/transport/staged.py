@@ -116,6 +116,32 @@ class StagedTransport(PullTransport):
         width = sizes.shape[1]
         return memory.read_table(parity)[:, self.rank * width : (self.rank + 1) * width].tolist()
 
+    def dispatch(
+        self, rows_NC: Tensor, send_G: Sequence[int], meta_M2: Tensor, send_meta_G: Sequence[int], local_rows: int
+    ) -> Received:
+        """Rows and metadata are staged as they are, sizes beside them, and the peers take their parts: one barrier, and no
+        packing into one message as libraries need it (at 5 MB from each of 4 ranks, two copies fewer of six)."""
+        memory, parity = self._next()
+        self._stage(parity, [rows_NC, meta_M2])
+        memory.write_table(parity, self.rank, 0, [*send_G, *send_meta_G])
+        memory.barrier()
+        sent_G2G = memory.read_table(parity)[:, : 2 * self.ranks].reshape(self.ranks, 2, self.ranks)
+        widths, skipped_G = (row_bytes(rows_NC), METADATA_BYTES), np.zeros(self.ranks, dtype=np.int64)
+        came, sizes_2G = [], sent_G2G[:, :, self.rank].T.tolist()
+        for part, width in enumerate(widths):
+            first_G = skipped_G + sent_G2G[:, part, : self.rank].sum(axis=1) * width
+            views = [
+                stage[int(first) :][: n * width].view(n, width)
+                for stage, first, n in zip(memory.stages_2G[parity], first_G, sizes_2G[part], strict=True)
+            ]
+            came.append(torch.cat(views))
+            skipped_G = np.array([aligned(int(n) * width) for n in sent_G2G[:, part].sum(axis=1)])
+        rows, meta = came
+        rows_G, meta_G = sizes_2G
+        self._count("dispatch", widths[0], send_G, rows_G, local_rows)
+        self.counter.metadata(sum(send_meta_G) * METADATA_BYTES, len(meta) * METADATA_BYTES)
+        return Received(as_rows(rows, rows_NC), as_rows(meta, meta_M2), rows_G, meta_G)
+
     def dispatch_slots(
         self, rows_NC: Tensor, send_G: Sequence[int], meta_N2: Tensor, capacity: int, local_rows: int
     ) -> Received:

@@ -28,6 +28,7 @@ from harness.transport import shared_memory  # noqa: E402
 from harness.transport.base import RowTransport  # noqa: E402
 from harness.transport.pull import PullTransport  # noqa: E402
 from harness.transport.shared import SharedTransport  # noqa: E402
+from harness.transport.staged import StagedTransport  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.run import Run  # noqa: E402
 from tests.harness.measure_kit import build  # noqa: E402
@@ -50,7 +51,7 @@ def ended_with(pool: RankPool, task: Callable[..., Any], *arguments: Any) -> str
 
 PHASES: dict[str, tuple[Any, str, int]] = {  # where a phase stands, and how many calls rank 1 survives
     "check": (serve, "check_step", 0),
-    "dispatch": (RowTransport, "dispatch", 1),  # within a layer of the check: others are already in the exchange
+    "dispatch": (StagedTransport, "dispatch", 1),  # within a layer of the check: others are already in the exchange
     "experts": (MoELayer, "_run_experts", 1),
     "combine": (RowTransport, "combine", 1),
     "srs": (PullTransport, "srs", 1),
@@ -86,14 +87,14 @@ def test_a_rank_killed_in_any_phase_is_named(phase: str) -> None:
 
 def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
     """The timing of collectives, whose rank 1 is killed in its third call."""
-    dispatch, calls = RowTransport.dispatch, iter(range(99))
+    dispatch, calls = StagedTransport.dispatch, iter(range(99))
 
     def killing(*given: Any, **named: Any) -> Any:
         if context.rank == 1 and next(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return dispatch(*given, **named)
 
-    RowTransport.dispatch = killing  # type: ignore[method-assign]
+    StagedTransport.dispatch = killing  # type: ignore[method-assign]
     return time_collectives(context, *arguments)
 
 
