@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from harness import serve  # noqa: E402
+from harness import preflight, serve  # noqa: E402
 from harness.layer import MoELayer  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
@@ -30,6 +30,7 @@ from harness.transport.pull import PullTransport  # noqa: E402
 from harness.transport.shared import SharedTransport  # noqa: E402
 from harness.transport.staged import StagedTransport  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
+from semmoe.planning import StepPlanner  # noqa: E402
 from semmoe.run import Run  # noqa: E402
 from tests.harness.measure_kit import build  # noqa: E402
 
@@ -57,6 +58,8 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # where a phase stands, and how man
     "srs": (PullTransport, "srs", 1),
     "sag": (PullTransport, "sag", 1),
     "serving": (Stack, "execute", 2),  # the first execution is the warm-up
+    "planning": (StepPlanner, "route", 2),
+    "control": (serve, "_broadcast_plan", 1),  # rank 0 is sending the next step plan
 }
 
 
@@ -79,10 +82,27 @@ def killed_task(context: RankContext, run: Run, phase: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_is_named(phase: str) -> None:
     flow = ("flow=tp_shuffled", "token_scheduler=semantic") if phase in ("srs", "sag") else ()
-    transport = "collective" if phase in ("check", "serving") else "shared"
+    transport = "collective" if phase in ("check", "serving", "planning", "control") else "shared"
     run = build(*SERVE, *flow, f"transport={transport}", "measure.warmup=1")
     said = ended_with(RankPool(2), killed_task, run, phase)
     assert "rank 1 of 2 was killed by SIGKILL during killed_task; all ranks were ended" in said
+
+
+def killed_looking_task(context: RankContext, transport: str) -> Any:
+    """Preflight, whose rank 1 is killed while rank 0 has answered already."""
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return preflight.look(context, transport)
+
+
+def test_a_rank_killed_in_preflight_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "look", killed_looking_task)
+    run = build("transport=collective")
+    pool = RankPool(2)
+    scratch = Path(pool._scratch)
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL during killed_looking_task"):
+        preflight.preflight(pool, [run])
+    assert not scratch.exists()
 
 
 def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
