@@ -37,7 +37,14 @@ class BlockStack(Stack):
         self.form = run.batch_form
         most = self.form.sequences(most_queue_tokens(run))
         self.blocks = Blocks(
-            self.transport, run.model, self.layers, most, self.form.positions, int(run.cfg["seed"]), self.run_layer
+            self.transport,
+            run.model,
+            self.layers,
+            most,
+            self.form.positions,
+            int(run.cfg["seed"]),
+            self.run_layer,
+            context.progress,
         )
 
     def make_feed(self) -> Feed:

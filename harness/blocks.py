@@ -72,7 +72,8 @@ class Block:
 
 class Blocks:
     """All of them. moe_layers: in the order of model.layer_ids. most_sequences, positions: what caches are made for.
-    forward: runs a MoE layer as Stack.run_layer does; None: with the homes that it is given."""
+    forward: runs a MoE layer as Stack.run_layer does; None: with the homes that it is given. progress: called with (blocks
+    made, of how many)."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Blocks:
         positions: int,
         seed: int = 0,
         forward: Callable[..., LayerOutput] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         if len(moe_layers) != model.num_moe_layers:
             raise UserError(f"{len(moe_layers)} MoE layers for {model.name}, which has {model.num_moe_layers}")
@@ -108,6 +110,7 @@ class Blocks:
             split = self.flow == "tp_replicated"
             shared = self._mlp(layer, True, split) if moe and model.shared_experts else None
             self.blocks.append(Block(attention, input_norm, post_norm, feed_forward, shared))
+            progress(layer + 1, model.num_layers)
         self.final_norm_H = self._norm(model.num_layers, "input_norm")
         head_VH = self.weights.matrix(model.num_layers, "head", model.vocab_size, model.hidden)
         own_VH = head_VH if self.dp else head_VH.tensor_split(ranks)[rank]

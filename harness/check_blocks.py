@@ -18,7 +18,7 @@ from .poison import poisoned
 from .reference import blocks as reference
 from .stack import LayerInput
 
-SEQUENCES = 64  # at most, of the checked batch
+SEQUENCES = 16  # at most, of the checked batch
 
 
 def check_blocks(stack: BlockStack, routed: RoutedStep, inputs: list[LayerInput]) -> tuple[float, float | None]:
@@ -35,6 +35,7 @@ def check_blocks(stack: BlockStack, routed: RoutedStep, inputs: list[LayerInput]
             gathered = stack.transport.gather_objects((inputs[0].mine_n, x.cpu()))
             error = _block_error(stack, layer, routed, before, gathered) if stack.context.rank == 0 else 0.0
             errors.append(stack.transport.gather_objects(error)[0])
+            stack.context.progress(layer + 1, stack.run.model.num_layers)  # the reference takes its time
             before = gathered
         logits_G = stack.transport.gather_objects(stack.blocks.logits(x, sequences).cpu())
     error = _logits_error(stack, routed, gathered, logits_G) if stack.context.rank == 0 else 0.0

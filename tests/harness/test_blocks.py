@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from layer_cases import EXPERTS, LAYER_IDS, LAYERS, TOP_K, CaseWeights, make_placement, relative_error
+from block_cases import FLOWS, FORMS, MODELS, Spoil, Stack, errors_by_kernels, no_residual, other_norm, wrong_heads
+from kernel_cases import on_rank_zero
+from rank_processes import rank_processes
 
-from harness.attention import Sequences, make_attention
 from harness.attention_shapes import HeadShard
-from harness.blocks import Blocks
-from harness.layer import Routes, build_layers
-from harness.reference import blocks as reference
-from harness.reference.experts import moe_reference
-from harness.reference.gate import Gating
-from harness.stack import LayerInput
-from harness.transport.virtual import run_virtual
-from semmoe.batch_form import BatchForm
-from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
-from semmoe.specs import ModelSpec
-
-FLOWS = ("dp", "tp_replicated", "tp_scattered", "tp_shuffled")
-SHAPE: dict[str, Any] = {
-    "name": "small",
-    "hidden": 16,
-    "num_layers": LAYERS + 1,
-    "layer_ids": LAYER_IDS,
-    "num_experts": EXPERTS,
-    "top_k": TOP_K,
-    "expert_ffn": 16,
-    "vocab_size": 37,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "dense_ffn": 21,
-}
-MODELS = {
-    "gqa": ModelSpec(**SHAPE),
-    "mla": ModelSpec(
-        **SHAPE,
-        attention="mla",
-        q_lora_rank=12,
-        kv_lora_rank=10,
-        rope_head_dim=4,
-        v_head_dim=6,
-        shared_experts=2,
-        shared_ffn=9,
-    ),
-}
-FORMS = {"prefill": BatchForm("prefill", 5), "decode": BatchForm("decode", 9)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,108 +23,6 @@ def one_thread():  # type: ignore[no-untyped-def]
     torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, eq=False)
-class Stack:
-    """One case: what all ranks know of it."""
-
-    flow: str
-    ranks: int
-    tokens: int
-    model: ModelSpec
-    form: BatchForm
-    kernels: str = "torch"
-
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng(self.tokens + 7 * self.ranks)
-        made = {
-            "x_TH": torch.from_numpy(rng.standard_normal((self.tokens, 16)).astype(np.float32)),
-            "experts_TLk": rng.random((self.tokens, LAYERS, EXPERTS)).argsort(axis=2)[:, :, :TOP_K],
-            "weights_TLk": torch.from_numpy(rng.random((self.tokens, LAYERS, TOP_K)).astype(np.float32)),
-            "placement": make_placement("random", self.ranks, rng),
-            "homes_TL": rng.integers(0, self.ranks, (self.tokens, LAYERS)),
-        }
-        if self.flow == "dp":
-            made["homes_TL"][:] = made["homes_TL"][:, :1]
-        if self.flow == "tp_scattered":
-            made["homes_TL"].sort(axis=0)
-        for name, value in made.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def sequences(self) -> int:
-        return self.form.sequences(self.tokens)
-
-    @property
-    def plan(self) -> Any:
-        counts = np.bincount(self.homes_TL[:, 0], minlength=self.ranks) if self.flow == "dp" else [self.tokens]
-        return self.form.plan(counts)
-
-    def on_rank(self, transport: Any, spoil: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual stream, logits) of this rank."""
-        spec = DispatchSpec(
-            flow=self.flow,
-            dispatcher=None if self.flow == "tp_replicated" else "a2a_dedup",
-            hidden=16,
-            top_k=TOP_K,
-            activation_dtype="fp32",
-        )
-        layers = build_layers(transport, spec, self.placement, CaseWeights(16), Gating(top_k=TOP_K), max_tokens=64)
-        blocks = Blocks(transport, self.model, layers, max(self.sequences, 1), self.form.positions)
-        if spoil is not None:
-            spoil(blocks)
-        dp, rank = self.flow == "dp", transport.rank
-        mine = np.flatnonzero(self.homes_TL[:, 0] == rank) if dp else np.arange(self.tokens)
-        inputs = []
-        for layer in range(LAYERS):
-            slot_of = np.argsort(self.placement.physical_to_logical_LP[layer])
-            slots = torch.from_numpy(slot_of[self.experts_TLk[mine, layer]])
-            homes_T = None if self.flow == "tp_replicated" else self.homes_TL[:, layer]
-            inputs.append(LayerInput(self.x_TH, Routes(slots, self.weights_TLk[mine, layer]), homes_T, mine))
-        sequences = Sequences.of(self.plan, rank if dp else 0)
-        (x,) = deque(blocks.run(self.x_TH[mine], inputs, sequences), maxlen=1)
-        return x, blocks.logits(x, sequences)
-
-    def want(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(last residual stream, logits) of all tokens in the order of the plan's entries, in one process."""
-        from harness.block_weights import BlockWeights
-
-        weights, source = BlockWeights(self.model), CaseWeights(16)
-        x_TH, order = self.x_TH[self.order], torch.from_numpy(self.order)
-        moe = {layer: i for i, layer in enumerate(self.model.layer_ids)}
-        for layer in range(self.model.num_layers):
-            experts = None
-            if layer in moe:
-                pairs = [source.expert(moe[layer], e) for e in range(EXPERTS)]
-                w13, w2 = (torch.stack([pair[i] for pair in pairs]) for i in range(2))
-                chosen = torch.from_numpy(self.experts_TLk[:, moe[layer]])[order]
-                shares = self.weights_TLk[:, moe[layer]][order]
-
-                def experts(rows, chosen=chosen, shares=shares, w13=w13, w2=w2):  # type: ignore[no-untyped-def]
-                    return moe_reference(rows, chosen, shares, w13, w2)
-
-            most = max(self.sequences, 1)
-            x_TH = reference.block(weights, layer, x_TH, self.plan, most, self.form.positions, experts)
-        last_B = np.cumsum(self.plan.count_N) - 1
-        return x_TH, reference.logits(weights, x_TH[last_B])
-
-    @property
-    def order(self) -> np.ndarray:
-        """Tokens by queue."""
-        return np.argsort(self.homes_TL[:, 0], kind="stable") if self.flow == "dp" else np.arange(self.tokens)
-
-    def errors(self, spoil: Any = None) -> list[float]:
-        """Relative errors of streams and logits of every rank."""
-        want_TH, want_BV = self.want()
-        found = run_virtual(self.ranks, lambda transport: self.on_rank(transport, spoil), self.kernels)
-        if self.flow == "dp":
-            streams = [torch.cat([stream for stream, _ in found])]
-            logits = torch.cat([logits for _, logits in found])
-        else:
-            streams = [stream for stream, _ in found]
-            logits = torch.cat([logits for _, logits in found], dim=1)
-        return [*(relative_error(stream, want_TH) for stream in streams), relative_error(logits, want_BV)]
-
-
 @pytest.mark.parametrize(("flow", "ranks", "kind"), list(itertools.product(FLOWS, (1, 2, 4), MODELS)))
 def test_the_stack_on_ranks_is_that_of_one_process(flow: str, ranks: int, kind: str) -> None:
     for tokens, form in itertools.product((0, 1, 7, 64), FORMS.values()):
@@ -174,32 +30,21 @@ def test_the_stack_on_ranks_is_that_of_one_process(flow: str, ranks: int, kind: 
         assert max(errors) <= 1e-5, (tokens, form, errors)
 
 
-def _wrong_heads(blocks: Blocks) -> None:
-    """Rank 1 has the heads of rank 0 in one block."""
-    if blocks.transport.rank == 1:
-        shard = blocks.shard if blocks.dp else HeadShard(blocks.model, 0, 2)
-        attention: Any = make_attention(blocks.weights, 1, shard, 0, 7, 10)
-        blocks.blocks[1] = replace(blocks.blocks[1], attention=attention)
-        if blocks.dp:  # all heads are there: mix them up
-            attention.o_HO = attention.o_HO.roll(1, dims=1)
-
-
-def _no_residual(blocks: Blocks) -> None:
-    """One block forgets what came in."""
-    attend = blocks.attend
-
-    def forgets(block: Any, x: torch.Tensor, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        stream, rows = attend(block, x, sequences)
-        return (torch.zeros_like(stream) if block is blocks.blocks[1] else stream), rows
-
-    blocks.attend = forgets  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("spoil", [_wrong_heads, _no_residual])
+@pytest.mark.parametrize("spoil", [wrong_heads, no_residual])
 @pytest.mark.parametrize("flow", FLOWS)
-def test_a_wrong_head_or_a_missing_residual_shows(flow: str, spoil: Any) -> None:
+def test_a_wrong_head_or_a_missing_residual_shows(flow: str, spoil: Spoil) -> None:
     for kind, form in (("gqa", "prefill"), ("mla", "decode")):
         assert max(Stack(flow, 2, 7, MODELS[kind], FORMS[form]).errors(spoil)) > 1e-3, (kind, form)
+
+
+def test_triton_kernels_in_a_stack_give_the_same_and_a_wrong_norm_shows() -> None:
+    """In the interpreter: SRS sums, adds the residual and normalises in one launch, and the next block gets SAG's rows."""
+    pytest.importorskip("triton")
+    shuffled = Stack("tp_shuffled", 2, 7, MODELS["gqa"], FORMS["prefill"], "triton")
+    right = [(replace(shuffled, flow=flow), None) for flow in ("tp_shuffled", "tp_replicated", "dp")]
+    errors = rank_processes().run(on_rank_zero, errors_by_kernels, ([*right, (shuffled, other_norm)],))[0]
+    assert max(errors[:-1]) <= 1e-5, errors
+    assert errors[-1] > 1e-3, errors
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
