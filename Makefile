@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo paper test lint types unit validate bench bench-gpu calibrate accuracy rank-order micro skew shuffle clean
+.PHONY: demo paper test lint types unit validate bench bench-gpu calibrate accuracy whole-model rank-order micro skew shuffle clean
 
 demo: $(VENV)/installed
 	$(BIN)/semmoe trace record tiny --requests 320 --out results/runs/demo-trace/routes.npz
@@ -69,6 +69,21 @@ accuracy: $(VENV)/installed
 	  $(BIN)/semmoe simulate experiment=accuracy_serve replay=results/runs/accuracy $$of; \
 	done
 	$(BIN)/python -m semmoe.accuracy results/runs/accuracy results/runs/accuracy/replay
+
+# Attention, layers and steps of whole models on 2 and 4 ranks, predicted from fresh calibrations: results/whole_model.md
+WHOLE_RUNS = results/runs/whole_model
+WHOLE_TINY = model=tiny
+WHOLE_V2_LITE = model=deepseek-v2-lite model_scale=.1 trace=synthetic
+whole-model: $(VENV)/installed
+	rm -rf $(WHOLE_RUNS)
+	set -e; for ranks in 2 4; do for model in "$(WHOLE_TINY)" "$(WHOLE_V2_LITE)"; do \
+	  file=$(WHOLE_RUNS)/cluster-$$ranks-$$(echo "$$model" | sed 's/model=//; s/ .*//').yaml; \
+	  of="$$model ep_size=$$ranks cluster.ranks_per_node=$$ranks cluster.file=$$file $(WHOLE_ARGS)"; \
+	  $(BIN)/semmoe calibrate $$of; \
+	  $(BIN)/semmoe measure experiment=whole_model $$of; \
+	  $(BIN)/semmoe simulate experiment=whole_model $$of; \
+	done; done
+	$(BIN)/python -m semmoe.whole_model $(WHOLE_RUNS)
 
 # Ten policies measured and simulated: does the simulator put them in the measured order? results/rank_order.md
 RANK_ORDER = experiment=rank_order cluster.file=results/runs/rank_order/cluster.yaml

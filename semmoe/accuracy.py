@@ -29,6 +29,7 @@ PHASES = ("plan", "gate", "permute", "srs", "dispatch", "experts", "combine", "s
 SHOWN = (*PHASES, "exchange", "layer", *WAITS)
 JUDGED = (*POLICIES, "ep_size", "scope")  # the longest run of each is judged for its LAR
 OFF = 0.05  # of the layer
+ABOUT_BARS = "At most: 10 % in the median and 20 % at p90, or twice the repeats' spread where that is larger"
 ABOUT_LAR = (
     "Each backend forms its own batches. A request's home depends on the queues that it finds, so LAR depends on when steps",
     "end: simulated with all steps 8 % longer, LAR of 60 requests moves by up to 1.2 points either way (4 seeds), of 240 by up",
@@ -66,8 +67,8 @@ def bars(comparison: Comparison) -> list[Bar]:
     table = comparison.table
     found = []
     for ranks, lines in table[table.sides == "both"].groupby("ep_size"):
-        found += _latency(f"{ranks} ranks, layer", lines[lines.workload == "batches"], "layer")
-        found += _latency(f"{ranks} ranks, served TPOT", lines[lines.workload == "serve"], "tpot")
+        found += latency(f"{ranks} ranks, layer", lines[lines.workload == "batches"], "layer")
+        found += latency(f"{ranks} ranks, served TPOT", lines[lines.workload == "serve"], "tpot")
         differ = lines.replay_equal.str.startswith("no") | (lines.replay_equal == "other steps")
         found.append(
             Bar(f"{ranks} ranks, Traffic that differs", float(differ.sum()), 0.0, len(lines), "configurations")
@@ -79,7 +80,8 @@ def bars(comparison: Comparison) -> list[Bar]:
     return found
 
 
-def _latency(what: str, lines: pd.DataFrame, name: str) -> list[Bar]:
+def latency(what: str, lines: pd.DataFrame, name: str) -> list[Bar]:
+    """Bars of the median and of p90 of the error of `name`_ms over these lines of a comparison's table."""
     known = lines.dropna(subset=[f"{name}_error_pct"])
     errors, spread = known[f"{name}_error_pct"].abs(), known[f"{name}_spread_pct"].dropna()
     made = []
@@ -112,25 +114,27 @@ def document(comparison: Comparison, command: str) -> str:
     """The Markdown page: bars, every configuration, phases, and what it was measured on."""
     found = bars(comparison)
     lines = ["# Accuracy on held-out configurations", "", f"Made by `{command}`.", ""]
-    lines += _environment(comparison.rows)
-    lines += ["", "| figure | value | at most | unit | spread of repeats | configurations | met |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    for b in found:
-        spread, met = "" if math.isnan(b.spread) else f"{b.spread:.1f}", "yes" if b.met else "NO"
-        lines.append(f"| {b.what} | {b.figure:.1f} | {b.allowed:.1f} | {b.unit} | {spread} | {b.count} | {met} |")
-    lines += [
-        "",
-        "At most: 10 % in the median and 20 % at p90, or twice the repeats' spread where that is larger; LAR: the largest gap.",
-        "",
-    ]
+    lines += environment(comparison.rows)
+    lines += [*verdict(found), ABOUT_BARS + "; LAR: the largest gap.", ""]
     both = comparison.table[comparison.table.sides == "both"]
-    lines += _configurations("Layer latency of fixed batches", both[both.workload == "batches"], "layer")
-    lines += _configurations("TPOT of served runs", both[both.workload == "serve"], "tpot")
+    lines += configurations("Layer latency of fixed batches", both[both.workload == "batches"], "layer")
+    lines += configurations("TPOT of served runs", both[both.workload == "serve"], "tpot")
     lines += _localities(free_running_lar(comparison.rows))
     return "\n".join([*lines, *_phases(comparison.rows)]) + "\n"
 
 
-def _environment(rows: pd.DataFrame) -> list[str]:
+def verdict(found: Sequence[Bar]) -> list[str]:
+    """A table of bars."""
+    lines = ["", "| figure | value | at most | unit | spread of repeats | configurations | met |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for b in found:
+        spread, met = "" if math.isnan(b.spread) else f"{b.spread:.1f}", "yes" if b.met else "NO"
+        lines.append(f"| {b.what} | {b.figure:.1f} | {b.allowed:.1f} | {b.unit} | {spread} | {b.count} | {met} |")
+    return [*lines, ""]
+
+
+def environment(rows: pd.DataFrame) -> list[str]:
+    """What these rows were measured on, in a line."""
     made = [json.loads(text) for text in rows.environment.dropna()]
     if not made:
         return []
@@ -141,7 +145,8 @@ def _environment(rows: pd.DataFrame) -> list[str]:
     return [f"Machine: {names}{loaded}. Commit {commits}. CPU processes: no link speed may be derived from them."]
 
 
-def _configurations(title: str, lines: pd.DataFrame, name: str) -> list[str]:
+def configurations(title: str, lines: pd.DataFrame, name: str) -> list[str]:
+    """A table of `name`_ms predicted and measured, a line for each configuration."""
     out = [f"## {title}", "", "| configuration | predicted ms | measured ms | error % | spread of repeats % |"]
     out += ["| --- | --- | --- | --- | --- |"]
     for _, line in lines.iterrows():

@@ -21,7 +21,7 @@ from .verdict import order, verdicts
 LOCALITY = ("lar", "fan_out", "bytes_per_token")
 SHOWN_COUNTS = ("imbalance_step", "imbalance_total", "home_imbalance", "active_experts")
 COUNTED = (*SHOWN_COUNTS, "node_bytes", "nic_bytes", "metadata_bytes", *(f"{op}_bytes" for op in OPS))
-PREDICTED = ("layer", "step", *SERVED)
+PREDICTED = ("layer", "attention", "step", *SERVED)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,9 @@ from semmoe.errors import UserError
 from semmoe.rank_order import document as order_document
 from semmoe.rank_order import median_interval, rank_order, summary
 from semmoe.results import write_row
-from tests.semmoe.compare_rows import measured, row
+from semmoe.whole_model import document as whole_document
+from semmoe.whole_model import main as whole_main
+from tests.semmoe.compare_rows import AXES, measured, row
 
 SERVED = {"workload": "serve", "batch_tokens": None, "rate_rps": 8.0}
 
@@ -128,17 +130,17 @@ def test_intervals_of_the_median_are_of_the_estimate_and_tell_pairs_apart_that_t
     assert median_interval(range(1, 17)) == (4, 13)
     rows = []
     for i in range(6):
-        each = [10.0 + i + x for x in (-20.0, *np.linspace(-0.1, 0.1, 14), 20.0)]
+        each = [10.0 + i + x for x in (-9.0, *np.linspace(-0.1, 0.1, 14), 20.0)]
         rows += [
             row(config=str(i), layer_ms=1.0 + i % 5, placement=f"p{i}"),
             *measured(str(i), each, placement=f"p{i}"),
         ]
     comparison = written(tmp_path, *rows)
     _, found = rank_order(comparison)
-    assert [abs(one.separate) for one in found] == [1] * 15, "single repeats 20 ms off do not widen it"
+    assert [abs(one.separate) for one in found] == [1] * 15, "single repeats 9 and 20 ms off do not widen it"
     assert "intervals of the median overlap in 0; of the other 15, 10 agree and 4 disagree" in summary(found)
     text = order_document(comparison, "make rank-order")
-    assert "| 10.000 | 9.931 to 10.069 | -10.000 to 30.000 | 1.000 |" in text
+    assert "| 10.000 | 9.931 to 10.069 | 1.000 to 30.000 | 1.000 |" in text
 
 
 def test_policies_that_differ_by_noise_alone_are_not_decided(tmp_path):
@@ -161,3 +163,26 @@ def test_one_repeat_of_one_step_decides_nothing(tmp_path):
             for r in rows if r["repeat"] == 0]  # fmt: skip
     _, found = rank_order(written(tmp_path, *rows))
     assert {one.pair.verdict for one in found} == {"undecided"} and not any(one.pair.apart for one in found)
+
+
+def test_the_page_of_whole_models_has_layer_attention_and_step_of_every_configuration(tmp_path, capsys):
+    page, whole = tmp_path / "whole.md", {"scope": "full_model"}
+    rows = [row(config="layers"), *measured("layers", [10.0])]  # of another scope: not on the page
+    for form, ms in (("prefill", 4.0), ("decode", 5.0)):
+        whole["axes"] = json.dumps(AXES | {"workload": {**AXES["workload"], "form": form}})
+        rows += [
+            row(config=form, **whole, layer_ms=9.0, attention_ms=2.0),
+            *measured(form, [10.0, 10.0], **whole, attention_ms=ms),
+        ]
+    text = whole_document(written(tmp_path / "run", *rows), "make whole-model")
+    assert "| tiny, 4 ranks, layer error, median | 10.0 | 10.0 | % | 0.0 | 2 | yes |" in text
+    assert "| tiny, 4 ranks, attention error, median | 55.0 | 10.0 | % | 0.0 | 2 | NO |" in text
+    prefill, decode = (
+        [line for line in text.splitlines() if line.startswith(f"| {form} /")] for form in ("prefill", "decode")
+    )
+    assert len(prefill) == len(decode) == 3 and "| 2.00 | 4.00 | -50.0 | 0.0 |" in prefill[1]
+    assert "no link speed may be derived" in text and "`make whole-model`" in text
+    assert whole_main([str(tmp_path / "run"), "--out", str(page)]) == 0 and "attention" in page.read_text()
+    layers_only = tmp_path / "layers"
+    write_row(layers_only, row()), write_row(layers_only, row("harness"))
+    assert whole_main([str(layers_only), "--out", str(page)]) == 2 and "no whole model" in capsys.readouterr().err
