@@ -72,7 +72,14 @@ def pool():
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+    return not any(map(lives, pids))
+
+
+def lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # also one that ends between the two calls
+        return False
 
 
 def test_ranks_compute_together_and_results_come_by_rank(pool):
