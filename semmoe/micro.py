@@ -120,7 +120,7 @@ def made_of(part: pd.DataFrame) -> list[str]:
     said = []
     for dispatcher, group in part.groupby("dispatcher"):
         for _, x in group.iloc[[0, -1]].iterrows():
-            cells = [_pair(x[f"simulator {name}"], x[f"harness {name}"], digits=2) for name in PHASES]
+            cells = [_pair(x[f"simulator {name}"], x[f"harness {name}"], digits=3) for name in PHASES]
             text.append(f"| {dispatcher} | {x.lar:.3f} | {x.megabytes:.2f} | {' | '.join(cells)} |")
         said += [_line_over_bytes(str(dispatcher), group, side) for side in SIDES]
     return [*text, "", *(sentence for sentence in said if sentence)]
@@ -134,8 +134,8 @@ def _line_over_bytes(dispatcher: str, group: pd.DataFrame, side: str) -> str:
     slope, fixed = np.polyfit(known.megabytes, known[f"{side} all_to_all_ms"], 1)
     saved_mb = float(known.megabytes.iloc[0] - known.megabytes.iloc[-1])
     text = (
-        f"- {dispatcher}, {side}: all-to-all = {fixed:.2f} ms + {slope:.2f} ms a MB; from the lowest LAR to the highest "
-        f"{saved_mb:.2f} MB fewer, worth {slope * saved_mb:.2f} ms of {known[f'{side} all_to_all_ms'].iloc[0]:.2f}."
+        f"- {dispatcher}, {side}: all-to-all = {fixed:.3g} ms + {slope * 1e3:,.1f} us a MB; from the lowest LAR to the highest "
+        f"{saved_mb:.2f} MB fewer, worth {slope * saved_mb:.3g} ms of {known[f'{side} all_to_all_ms'].iloc[0]:.3g}."
     )
     if side == "simulator" or known.spread_pct.isna().all():
         return text
