@@ -36,7 +36,6 @@ from .skew import skewed_cases
 from .stack import open_transport
 from .transport.codec import torch_dtype
 from .weights import RandomWeights
-from .work_between import work_between_us
 from .worker import RankContext
 
 HOME_OPS = ("srs", "sag", "reduce_scatter", "all_gather", "all_reduce", "gather_rows", "reduce_rows")
@@ -49,7 +48,6 @@ INDEX_WORK = (  # (flow, dispatcher) whose packing and sorting is timed
     ("dp", "low_latency"),
     ("tp_replicated", None),
 )
-PARTS_OF_INDEX_WORK = 3  # towards the ranks, around the experts, back
 Progress = Callable[[str, int, int], None]
 
 
@@ -64,8 +62,8 @@ class Effort:
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
     planned_tokens: tuple[int, ...] = (64, 512, 2048)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
-    samples: int = 16
-    inner: int = 5  # calls in a row, more than the OPENING ones, which are kept apart
+    samples: int = 8
+    inner: int = 8  # calls in a row, more than the OPENING ones, which are kept apart
     local_samples: int = 10
 
 
@@ -73,8 +71,8 @@ QUICK = Effort()
 THOROUGH = Effort(
     home_rows=(1, 4, 16, 64, 128, 256, 512, 2048),
     sent_rows=(3, 12, 60, 120, 240, 480, 960, 3840),
-    samples=48,
-    inner=6,
+    samples=24,
+    inner=8,
     local_samples=40,
 )
 EFFORTS = {"quick": QUICK, "thorough": THOROUGH}
@@ -90,16 +88,17 @@ def collect(
         local_work_task, run, effort, predictors, progress=lambda done, total: progress("local work", done, total)
     )
     _keep_local(samples, parts, run.model.num_moe_layers)
+    busy_us = work_between_collectives_us(samples, effort)
     for members, cases in _collective_cases(effort, pool.ranks):
-        busy_us = {case: work_between_us(case, samples, pool.ranks, run.model) for case in cases}
         parts = pool.run(
             time_collectives,
             str(run.cfg["transport"]["name"]),
-            busy_us,
+            cases,
             run.model.hidden,
             effort.samples,
             effort.inner,
             members,
+            busy_us,
             usable_cores(),
             progress=lambda done, total: progress("collectives", done, total),
         )
@@ -137,6 +136,14 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> N
     samples.machine = parts[0]["machine"]
 
 
+def work_between_collectives_us(samples: Samples, effort: Effort) -> float:
+    """CPU microseconds that a rank computes between two exchanges: gate, index work and experts of a layer of middling
+    size, over the two exchanges of a dispatcher."""
+    tokens = effort.local_tokens[len(effort.local_tokens) // 2]
+    experts_us = float(np.median([cpu for cpu, _ in samples.experts.values()]))
+    return (samples.local["gate", tokens][1] + samples.local["permute.a2a_dedup", tokens][1] + experts_us) / 2
+
+
 def _collective_cases(effort: Effort, ranks: int) -> list[tuple[int, list[Case]]]:
     """(members, cases): everything over all ranks, the raw all-to-all and all-reduce over two."""
     full = [Case(op, rows) for op in HOME_OPS for rows in effort.home_rows]
@@ -170,10 +177,7 @@ def local_work_task(context: RankContext, run: Run, effort: Effort, predictors: 
         operations |= attention_operations(context) | end_operations(context, effort.entries)
     operations |= block_operations(context, run, effort.local_tokens, effort.entries)
     burnt = burnt_memory()
-    operations = {
-        key: in_a_layer(operation, burnt, PARTS_OF_INDEX_WORK if key[0].startswith("permute") else 1)
-        for key, operation in operations.items()
-    }
+    operations = {key: in_a_layer(operation, burnt) for key, operation in operations.items()}
     shuffled = _spec(run, "tp_shuffled", "a2a_dedup")
     operations |= plan_operations(context, run, shuffled, predictors, effort.planned_tokens)
     return {

@@ -56,13 +56,12 @@ def rotate(
     return {key: np.array(values, dtype=np.float64) for key, values in found.items()}
 
 
-def in_a_layer(operation: Operation, burnt: Tensor, parts: int = 1) -> Operation:
-    """`operation` after itself, as in the layer before, and other work: that of a layer, shared out over the `parts` of
-    one kind of work that are timed apart."""
+def in_a_layer(operation: Operation, burnt: Tensor) -> Operation:
+    """`operation` after itself, as in the layer before, and other work."""
 
     def after_its_like() -> tuple[float, float]:
         operation()
-        burn(BETWEEN_US / parts, burnt)
+        burn(BETWEEN_US, burnt)
         return operation()
 
     return after_its_like

@@ -4,15 +4,15 @@ Wall clock: `inner` calls in a row after one barrier, so that the ranks wait for
 first two are kept apart: they also wait for the ranks that leave the barrier late, and for each other at the end, as the
 exchanges of a layer do that is timed alone. Both readings count from the barrier on, and the slowest rank is taken of each
 before they are subtracted: of single calls another rank is the slowest each time.
-Before every call each rank burns CPU time on memory larger than its caches, which is taken off again (times the ranks of a
-core): there, a message waits until the scheduler runs its receiver, which depends on what the ranks compute between
-(work_between.py); and what the call itself needs is no longer in the caches.
+Before every call each rank burns `busy_us` of CPU time on memory larger than its caches, which is taken off again (times
+the ranks of a core): there, a message waits until the scheduler runs its receiver, and that takes
+longer when the ranks also compute; and what the call itself needs is no longer in the caches.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,17 +50,16 @@ class Case(NamedTuple):
 def time_collectives(
     context: RankContext,
     name: str,
-    busy_us: Mapping[Case, float],
+    cases: Sequence[Case],
     hidden: int,
     samples: int,
     inner: int,
     members: int,
+    busy_us: float,
     cores: int,
 ) -> dict[Case, NDArray[np.float64]]:
     """[samples, 2] of microseconds from the barrier to the end of (the second call, the last one) for every case among
-    the first `members` ranks, over the transport `name`. Values are this rank's own; `per_call` takes the slowest.
-
-    busy_us: work before a call of every case (work_between.py)."""
+    the first `members` ranks, over the transport `name`. Values are this rank's own; `per_call` takes the slowest."""
     group = _subgroup(context, members)
     if context.rank >= members:
         dist.barrier()
@@ -71,8 +70,8 @@ def time_collectives(
     burnt = burnt_memory()
     ranks_per_core = -(-members // cores)
     operations: dict[Case, Operation] = {
-        case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, us, ranks_per_core, burnt)
-        for case, us in busy_us.items()
+        case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, busy_us, ranks_per_core, burnt)
+        for case in cases
     }
     times = rotate(context, operations, samples, group)
     transport.close()

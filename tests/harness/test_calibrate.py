@@ -30,11 +30,10 @@ from harness.single_attention import attention_steps  # noqa: E402
 from harness.single_ops import Case, exchange_sizes, home_sizes  # noqa: E402
 from harness.single_planning import planning_terms  # noqa: E402
 from harness.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
-from harness.work_between import tokens_of, work_between_us  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.inputs import load_cluster  # noqa: E402
-from semmoe.specs import ClusterSpec, ModelSpec  # noqa: E402
+from semmoe.specs import ClusterSpec  # noqa: E402
 from semmoe.traffic import count_traffic  # noqa: E402
 from simulator.cost.attention import AttentionLoad  # noqa: E402
 from simulator.cost.block_pass import BlockPass  # noqa: E402
@@ -280,19 +279,3 @@ def test_expert_grid_covers_one_to_all_slots():
     assert expert_grid_points(8, (1, 4)) == [(a, r) for a in (1, 2, 4, 8) for r in (1, 4)]
     assert {a for a, _ in expert_grid_points(10, (1,))} == {1, 2, 4, 8, 10}
     assert expert_grid_points(1, (1,)) == [(1, 1)]
-
-
-def test_exchanges_are_timed_after_the_work_of_a_layer_of_their_size():
-    shape = {"hidden": 8, "vocab_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    model = ModelSpec(name="m", num_layers=1, layer_ids=(0,), num_experts=8, top_k=2, expert_ffn=8, **shape)
-    assert tokens_of(Case("dispatch", 60), 4, model) == pytest.approx(60 / (3 * 13 / 28))
-    assert tokens_of(Case("srs", 60), 4, model) == 60 and tokens_of(Case("dispatch_slots", 60), 4, model) == 30
-    samples = Samples(experts={(2, 1): (100.0, 0.0), (2, 10): (190.0, 0.0)})
-    samples.local = {("gate", 1): (1.0, 10.0), ("gate", 100): (100.0, 109.0)}
-    parts = {"towards": 50.0, "around": 30.0, "back": 20.0}
-    samples.raw = {("permute.a2a_dedup", n, part): [[us], [us]] for n in (1, 100) for part, us in parts.items()}
-    few, many = Case("dispatch", 1), Case("dispatch", 60)
-    assert work_between_us(few, samples, 4, model) == pytest.approx(10 + 70)
-    assert work_between_us(many, samples, 4, model) > work_between_us(few, samples, 4, model)
-    assert work_between_us(Case("combine", 1), samples, 4, model) == pytest.approx(30 + 100)
-    assert work_between_us(Case("srs", 1), samples, 4, model) == pytest.approx((80 + 130) / 4, rel=0.01)
