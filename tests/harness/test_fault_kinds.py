@@ -119,8 +119,7 @@ def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
 
 
 def test_a_rank_killed_while_calibrating_is_named() -> None:
-    cases = {Case("dispatch", 6): 0.0}
-    said = ended_with(RankPool(2), killed_calibrating_task, "shared", cases, 32, 4, 2, 2, 2)
+    said = ended_with(RankPool(2), killed_calibrating_task, "shared", [Case("dispatch", 6)], 32, 4, 2, 2, 0.0, 2)
     assert "rank 1 of 2 was killed by SIGKILL during killed_calibrating_task" in said
 
 
