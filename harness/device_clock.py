@@ -9,6 +9,7 @@ Without the sleep the device waits for each launch of a short piece, and the fig
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,17 @@ def device_ns(work: Callable[[], Any], meet: Callable[[], Any] | None = None, cu
     end.record()
     end.synchronize()
     return _between_ns(start, end)
+
+
+def together_us(work: Callable[[], Any], device: torch.device, meet: Callable[[], Any] | None) -> float:
+    """Microseconds of `work` on this rank from where all ranks meet: by `device_ns` on a GPU, else behind a barrier on the
+    host's clock. Collective."""
+    if device.type == "cuda":
+        return device_ns(work, meet) / 1e3
+    dist.barrier()
+    start = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start) / 1e3
 
 
 class DeviceTimer(PhaseTimer):

@@ -6,7 +6,6 @@ flush; what a graph wrote is checked again after its replays. Ranks agree on wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .device_clock import device_ns, devices_meet
+from .device_clock import devices_meet, together_us
 from .poison import poisoned
 
 FLUSH_BYTES = 256 << 20
@@ -102,17 +101,8 @@ def time_all(
             for name, call in variants.items():
                 if flush is not None and mode == "cold":
                     flush.zero_()
-                us.setdefault((name, f"{how}_{mode}"), []).append(
-                    device_ns(call, meet) / 1e3 if on_gpu else _host_us(call)
-                )
+                us.setdefault((name, f"{how}_{mode}"), []).append(together_us(call, device, meet))
     return us
-
-
-def _host_us(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - start) / 1e3
 
 
 def _error(case: RankCase, name: str) -> str | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -35,7 +34,7 @@ from semmoe.errors import UserError
 from semmoe.files import write_atomically
 from semmoe.rows import commit
 
-from .device_clock import device_ns, devices_meet
+from .device_clock import devices_meet, together_us
 from .environment import environment, gpu_libraries, gpu_state
 from .pool import RankPool
 from .record import no_collection
@@ -109,18 +108,11 @@ def time_exchanges(context: RankContext, cases: Sequence[Exchange], rounds: int)
     with no_collection():
         for turn in range(-WARM_UPS, rounds):
             for i in np.random.default_rng(WARM_UPS + turn).permutation(len(cases)):
-                took_us = device_ns(calls[i], meet) / 1e3 if device.type == "cuda" else _host_us(calls[i])
+                took_us = together_us(calls[i], device, meet)
                 if turn >= 0:
                     us[i, turn] = took_us
             context.progress(turn + WARM_UPS + 1, rounds + WARM_UPS)
     return us
-
-
-def _host_us(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - start) / 1e3
 
 
 def _call(context: RankContext, case: Exchange, device: torch.device) -> Callable[[], Any]:

@@ -133,6 +133,15 @@ def verdict(found: Sequence[Bar]) -> list[str]:
     return [*lines, ""]
 
 
+def said_of(found: Sequence[Bar]) -> list[str]:
+    """The same for the terminal, a line each."""
+    width = max((len(b.what) for b in found), default=0)
+    return [
+        f"{b.what:{width}s} {b.figure:6.1f} {b.unit} (at most {b.allowed:.1f}): {'met' if b.met else 'MISSED'}"
+        for b in found
+    ]
+
+
 def environment(rows: pd.DataFrame) -> list[str]:
     """What these rows were measured on, in a line."""
     made = [json.loads(text) for text in rows.environment.dropna()]
@@ -225,11 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _page(runs: list[Path], command: str) -> tuple[str, list[str]]:
     comparison = compare(runs)
-    said = [
-        f"{bar.what:42s} {bar.figure:6.1f} {bar.unit} (at most {bar.allowed:.1f}): {'met' if bar.met else 'MISSED'}"
-        for bar in bars(comparison)
-    ]
-    return document(comparison, command), said
+    return document(comparison, command), said_of(bars(comparison))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from .accuracy import ABOUT_BARS, Bar, configurations, environment, latency, verdict
+from .accuracy import ABOUT_BARS, Bar, configurations, environment, latency, said_of, verdict
 from .compare import Comparison, compare
 from .errors import UserError
 from .page_command import write_page
@@ -72,11 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _page(runs: list[Path], command: str) -> tuple[str, list[str]]:
     comparison = compare(runs)
-    said = [
-        f"{bar.what:52s} {bar.figure:6.1f} {bar.unit} (at most {bar.allowed:.1f}): {'met' if bar.met else 'MISSED'}"
-        for bar in bars(comparison)
-    ]
-    return document(comparison, command), said
+    return document(comparison, command), said_of(bars(comparison))
 
 
 if __name__ == "__main__":
