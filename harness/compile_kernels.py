@@ -133,14 +133,19 @@ def variants() -> list[Variant]:
     return made
 
 
-def compile_variant(variant: Variant, target: str) -> Compiled:
-    """Compile for one of TARGETS; needs no GPU. Not in a process that chose Triton's interpreter."""
+def source_of(variant: Variant) -> ASTSource:
+    """The kernel with its constants; pointers begin at multiples of 16 bytes."""
     kernel = variant.kernel
     names = kernel.arg_names
     types = TYPES | OTHER_TYPES.get(kernel.fn.__name__, {})
     signature = {name: "constexpr" if name in variant.constants else types[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+    return ASTSource(fn=kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+
+
+def compile_variant(variant: Variant, target: str) -> Compiled:
+    """Compile for one of TARGETS; needs no GPU. Not in a process that chose Triton's interpreter."""
+    source = source_of(variant)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     if target == "sm_89":  # 99 KiB of shared memory: as Tiling.fitting
         options["num_stages"] -= 1

@@ -62,7 +62,7 @@ def home_kernel(
     start = tl.program_id(0) * CHUNK
     end = tl.minimum(start + CHUNK, tokens)
     number = end - start
-    slack = (capacity - (tokens + W - 1) // W).to(tl.int64)
+    slack = tl.full([], 0, tl.int64) + capacity - (tokens + W - 1) // W  # both are constants where they are 1
     share = slack * end // tokens - slack * start // tokens
     most_here = (number + W - 1) // W + share.to(tl.int32)
 

@@ -28,8 +28,8 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
-    """By "kernel-target"; in a process of its own without the interpreter, which another test may have chosen."""
+def cases() -> dict[str, Any]:
+    """Of a process of its own without the interpreter, which another test may have chosen."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     here = str(Path(__file__).parent)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), here, environment.get("PYTHONPATH", "")])
@@ -37,14 +37,25 @@ def compiled() -> dict[str, dict[str, Any]]:
         [sys.executable, "-m", "kernel_cases_compiled"], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def compiled(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By "kernel-target"."""
+    return cases["compiled"]
 
 
 def peers(compiled: dict[str, dict[str, Any]], target: str) -> dict[str, str]:
     found = {k: v["assembly"] for k, v in compiled.items() if k.endswith(target) and v["peer"]}
     assert len(found) >= 7
     return found
+
+
+def waiting(compiled: dict[str, dict[str, Any]], target: str) -> dict[str, str]:
+    """What waits for its peers: those, and the barrier alone."""
+    return peers(compiled, target) | {"barrier": compiled[f"barrier-{target}"]["assembly"]}
 
 
 def test_every_kernel_fits_every_target_without_a_spill(compiled: dict[str, dict[str, Any]]) -> None:
@@ -74,7 +85,7 @@ def test_nvidia_reads_and_writes_peer_rows_with_128_bits(compiled: dict[str, dic
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_nvidia_barriers_release_and_acquire_at_system_scope(compiled: dict[str, dict[str, Any]], target: str) -> None:
-    for name, ptx in peers(compiled, target).items():
+    for name, ptx in waiting(compiled, target).items():
         assert "atom.global.sys.release.exch.b32" in ptx, name
         assert "atom.global.sys.acquire.add.u32" in ptx, name
 
@@ -85,6 +96,7 @@ def test_amd_reads_rows_with_128_bits_and_flushes_to_the_system_at_the_barrier(
     for name, assembly in peers(compiled, AMD).items():
         assert "load_dwordx4" in assembly and "store_dwordx4" in assembly, name
         assert "store_short" not in assembly or "ids" in name, name
+    for name, assembly in waiting(compiled, AMD).items():
         assert "buffer_wbl2 sc0 sc1" in assembly and "buffer_inv sc0 sc1" in assembly, name  # sc0 sc1: system scope
         assert re.search(r"global_atomic_swap .* sc1", assembly), name
 
@@ -92,6 +104,12 @@ def test_amd_reads_rows_with_128_bits_and_flushes_to_the_system_at_the_barrier(
 def test_without_the_alignment_hint_reads_fall_apart(compiled: dict[str, dict[str, Any]]) -> None:
     """Negative control: the same row read through an address without the hint."""
     assert not re.search(r"ld\.global\S*\.v4\.b32", compiled["unhinted-sm_90"]["assembly"])
+
+
+def test_arguments_that_a_launch_compiles_in_as_constants_are_taken(cases: dict[str, Any]) -> None:
+    """Triton makes a constant of an integer argument that is 1; a tensor's methods are missing there."""
+    assert len(cases["ones"]) >= 17
+    assert {name: fault for name, fault in cases["ones"].items() if fault} == {}
 
 
 def test_the_committed_table_lists_every_kernel(compiled: dict[str, dict[str, Any]]) -> None:
