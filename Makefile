@@ -51,7 +51,7 @@ bench: $(VENV)/installed
 
 # Checks, times and writes results/gpu.jsonl on one GPU with virtual ranks; GPU_ARGS=--dry-run checks on a CPU
 bench-gpu: $(VENV)/installed
-	$(BIN)/python -m harness.bench_gpu $(GPU_ARGS)
+	$(BIN)/python -m harness.bench.gpu $(GPU_ARGS)
 
 calibrate: $(VENV)/installed
 	$(BIN)/semmoe calibrate
@@ -102,16 +102,16 @@ micro: $(VENV)/installed
 	$(BIN)/semmoe calibrate cluster.file=results/runs/micro/cluster.yaml
 	$(BIN)/semmoe measure -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
 	$(BIN)/semmoe simulate -m experiment=micro cluster.file=results/runs/micro/cluster.yaml
-	$(BIN)/python -m harness.ranking_bench --out results/runs/micro/token_ranking.jsonl
+	$(BIN)/python -m harness.bench.ranking --out results/runs/micro/token_ranking.jsonl
 	$(BIN)/python -m semmoe.micro results/runs/micro
 
 # Skewed all-to-all by bytes, pattern and skew, on 2 and 4 CPU ranks or all GPUs; raw samples beside it: results/skew.md
 skew: $(VENV)/installed
-	$(BIN)/python -m harness.skew_bench $(SKEW_ARGS)
+	$(BIN)/python -m harness.bench.skew $(SKEW_ARGS)
 
 # SRS, SAG, exchange and token ranking on 4 CPU ranks against gloo and torch: results/shuffle.md
 shuffle: $(VENV)/installed
-	$(BIN)/python -m harness.shuffle_bench
+	$(BIN)/python -m harness.bench.shuffle
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache results/runs

@@ -22,13 +22,13 @@ from semmoe.serving.steplog import step_log_path
 from semmoe.session import folder_of
 from semmoe.specs import ClusterSpec
 
-from .calibrate import EFFORTS, Effort, collect
+from .calibration.collect import EFFORTS, Effort, collect
+from .calibration.fit import cluster_dict
+from .calibration.residuals import busy_warning, load_1min, residuals, spread, table
 from .environment import environment, usable_cores
-from .fit import cluster_dict
 from .measure import how_measured, is_virtual, measure_run
 from .pool import open_pool
 from .preflight import preflight
-from .residuals import busy_warning, load_1min, residuals, spread, table
 from .torchrun import follow, is_follower
 
 

@@ -48,7 +48,7 @@ from .transport.plan import HomeScores, ShufflePlan
 from .weights import RankWeights, WeightSource, rank_weights
 
 if TYPE_CHECKING:
-    from .layer_kernels import LayerKernels
+    from .device.layer_kernels import LayerKernels
 
 Homes = NDArray[np.integer] | ShufflePlan | HomeScores
 
@@ -311,6 +311,6 @@ def _kernels(spec: DispatchSpec, transport: Transport, slots_per_rank: int) -> L
     """The Triton kernels where the transport asks for them; only then Triton is imported."""
     if transport.kernel_path != "triton":
         return None
-    from .layer_kernels import LayerKernels
+    from .device.layer_kernels import LayerKernels
 
     return LayerKernels(spec, transport, slots_per_rank)

@@ -24,7 +24,7 @@ from semmoe.results import EXCHANGES
 from semmoe.traffic import Traffic
 from semmoe.traffic.collective import Collective
 
-from .device_clock import device_ns, devices_meet
+from .device.clock import device_ns, devices_meet
 from .pool import Pool
 from .worker import RankContext
 

@@ -1,6 +1,6 @@
 """Measure one configuration on a pool of ranks: check, warm up, execute every step, make the result row.
 
-Workload "batches": the run's fixed batches, a barrier before every layer. Workload "serve": see `serve.py`.
+Workload "batches": the run's fixed batches, a barrier before every layer. Workload "serve": see `serving/serve.py`.
 Times are maxima over ranks of each (step, layer), then percentiles. The timed layer is what one rank does: gate,
 permute, (srs,) dispatch, experts, combine, (sag), and the homes of the tokens where the flow plans them per layer.
 """
@@ -17,18 +17,18 @@ from semmoe.run import Run
 from semmoe.serving.columns import served_columns
 from semmoe.serving.steplog import StepLog
 
-from .block_bytes import block_bytes
-from .block_stack import BlockStack
+from .blocks.check import check_blocks, checked_tokens
+from .blocks.memory import block_bytes
+from .blocks.stack import BlockStack
 from .check import check_step
-from .check_blocks import check_blocks, checked_tokens
 from .counting import traffic_of
-from .device_plan import planned_on, planner_of
+from .device.graph import ON, GraphStack, graph_column
+from .device.plan import planned_on, planner_of
 from .environment import environment, gpu_libraries, gpu_state
-from .graph import ON, GraphStack, graph_column
 from .links import PortMeter, link_of
 from .pool import Pool
 from .record import RankRecord, no_collection, time_columns
-from .serve import measure_serve
+from .serving.serve import measure_serve
 from .stack import Stack, flush_mb
 from .transport.choose import kernel_path, rank_device
 from .transport.symmetric_checks import require_symmetric

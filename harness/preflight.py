@@ -25,8 +25,8 @@ from semmoe.errors import UserError
 from semmoe.run import Run
 from semmoe.specs import DTYPE_BYTES
 
-from .block_bytes import block_bytes
-from .fixed import largest_sizes, total_bytes
+from .blocks.memory import block_bytes
+from .device.fixed import largest_sizes, total_bytes
 from .nvlink import nvlink_text, uuids
 from .pool import Pool
 from .stack import max_home_tokens

@@ -20,8 +20,8 @@ from semmoe.run import Run
 from semmoe.schedule.base import capacity_of
 
 from .counting import Counter
-from .device_clock import timer_of
-from .device_plan import DEVICE, DevicePlan, planned_on
+from .device.clock import timer_of
+from .device.plan import DEVICE, DevicePlan, planned_on
 from .environment import only_core
 from .feeds import Feed, make_feed
 from .layer import Homes, LayerOutput, MoELayer, Routes, build_layers

@@ -5,7 +5,7 @@
 
 The routes have a dial (`trace.local_rate`); the page shows the LAR that was replayed or counted, not the dial. Beside the curve
 stands what it is made of: bytes, phases, waiting, and a line through the times over the bytes, which says how much of an
-exchange is there without a byte. `token_ranking.jsonl` in a run's folder (harness/ranking_bench.py) is shown too.
+exchange is there without a byte. `token_ranking.jsonl` in a run's folder (harness/bench/ranking.py) is shown too.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def token_ranking(runs: Sequence[Path]) -> list[str]:
         return []
     rows = pd.DataFrame([json.loads(line) for file in files for line in file.read_text().splitlines()])
     if not rows.correct.all():
-        raise UserError(f"{files[0]}: rankings differ, so there is no ratio; see python -m harness.ranking_bench")
+        raise UserError(f"{files[0]}: rankings differ, so there is no ratio; see python -m harness.bench.ranking")
     text = ["## Token ranking", ""]
     text += [
         "Stable order, places and counts of tokens by home rank on a CPU core: one counting pass against torch's argsort,",

@@ -165,7 +165,7 @@ class ClusterSpec:
     share that many cores: rank r runs on core r modulo cores, and a layer waits for the core with most work.
     `mixed_decode`: time of decodes that share an attention call with a prefill chunk over their time alone; 1: unknown.
     `host_us` holds fixed costs per named operation and `per_row_ns` costs per row (names: simulator/cost/host.py), `skew`
-    measured weights of the busiest port and hottest pair of an exchange (names and law: harness/skew.py),
+    measured weights of the busiest port and hottest pair of an exchange (names and law: harness/calibration/skew.py),
     `expert_grid` measured (rows, active experts, us) of experts of `expert_grid_shape` = (hidden, ffn), `attention`
     measured tables of attention kernels (simulator/cost/attention.py names their keys), `gemm` the law of dense products
     fitted to measured ones (keys: simulator/cost/dense.py; {}: roofline), `provenance` the source per field.

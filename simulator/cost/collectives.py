@@ -9,7 +9,7 @@ nodes the busiest NIC or the busiest uplinks of a leaf switch count: nic_alpha +
 their capacity (semmoe/traffic/wiring.py, ports.py); the tiers overlap, the slower one counts. A curve measured over other
 numbers of ranks is read at the size with the same egress. Without a curve: alpha + bytes / bandwidth. Where a calibration
 measured skewed exchanges (ClusterSpec.skew), the busiest port and the hottest pair count by its weights (law:
-harness/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
+harness/calibration/skew.py). Without that, ranks that share cores (CPU) do each other's work: their load is
 max(largest * cores / n, mean) where cores < n. Dispatch and combine of a measured library (DeepEP: low_latency,
 a2a_dedup) have its own table or law instead (deepep.py); a2a_assignment is what an engine without one does.
 SRS and SAG pick rows one by one, sender and receiver: a calibration measures them on shuffled tokens, beside the plain

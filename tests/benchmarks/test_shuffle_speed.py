@@ -2,7 +2,7 @@
 
     make bench      or      python -m pytest tests/benchmarks/test_shuffle_speed.py --benchmark-enable -s
 
-4 processes, fp32 rows of 2,048 (harness/bench_ranks.py): calls interleaved in one run, the slowest rank of each call,
+4 processes, fp32 rows of 2,048 (harness/bench/ranks.py): calls interleaved in one run, the slowest rank of each call,
 medians compared. "plain" is gloo's reduce-scatter + all-gather without the permutation, which is the bar.
 """
 
@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from harness.bench_ranks import RankSizes, Timed, bench_ranks
+from harness.bench.ranks import RankSizes, Timed, bench_ranks
 from harness.pool import RankPool
 
 RANKS, SIZES, ROUNDS = 4, (16, 128, 1024), 40

@@ -11,10 +11,10 @@ from host_reads import HostReadError, no_host_reads
 from layer_cases import DTYPES, TOP_K, Case, CaseWeights, make_data
 from rank_processes import transport_of
 
-from harness import graph
 from harness.counting import Counter
-from harness.device_layer import DeviceLayer
-from harness.fixed import FixedBuffers, Shape, bucket, sizes_of, total_bytes
+from harness.device import graph
+from harness.device.fixed import FixedBuffers, Shape, bucket, sizes_of, total_bytes
+from harness.device.layer import DeviceLayer
 from harness.layer import build_layers
 from harness.measure import measure_batches
 from harness.record import RankRecord

@@ -10,7 +10,7 @@ import unhinted_kernel
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
 
-from harness.compile_kernels import TARGETS, Variant, compile_variant, source_of, variants
+from harness.kernels.compile import TARGETS, Variant, compile_variant, source_of, variants
 
 
 def unhinted() -> Variant:

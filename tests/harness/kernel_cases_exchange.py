@@ -149,7 +149,7 @@ def check_bench_device(ranks: int) -> list[str]:
     from host_reads import no_host_reads
     from rank_processes import transport_of
 
-    from harness.bench_ranks import RankSizes, cases_of
+    from harness.bench.ranks import RankSizes, cases_of
 
     transport = transport_of("shared_fused", ranks)
     if transport is None:

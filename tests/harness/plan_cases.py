@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from harness.counting import Counter, traffic_of
-from harness.device_plan import DevicePlan, planner_of
+from harness.device.plan import DevicePlan, planner_of
 from harness.stack import Stack
 from harness.virtual_pool import VirtualPool
 from harness.worker import RankContext

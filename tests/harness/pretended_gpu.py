@@ -114,7 +114,8 @@ def small(tiling: Any) -> Any:
 
 def main() -> None:
     torch.cuda = PretendedCuda()  # type: ignore[assignment]  # before what has it as a default
-    from harness import bench_cases, bench_gpu
+    from harness.bench import cases as bench_cases
+    from harness.bench import gpu as bench_gpu
     from harness.kernels import grouped
     from harness.reference import experts
 

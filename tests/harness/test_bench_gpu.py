@@ -15,11 +15,14 @@ pytest.importorskip("triton")
 
 import torch
 
-from harness import bench_gpu, bench_ranks, bench_rows, rank_timing
-from harness.bench_cases import Bar, Case
-from harness.bench_ranks import RankSizes, Timed
+from harness.bench import gpu as bench_gpu
+from harness.bench import rank_timing
+from harness.bench import ranks as bench_ranks
+from harness.bench import rows as bench_rows
+from harness.bench.cases import Bar, Case
+from harness.bench.ranks import RankSizes, Timed
+from harness.bench.symmetric_ops import OPERATORS, SymmetricOps
 from harness.pool import RankPool
-from harness.symmetric_ops import OPERATORS, SymmetricOps
 from harness.worker import RankContext
 from tests.harness.fake_cuda import Cuda
 
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    asked = [sys.executable, "-m", "harness.bench_gpu", *arguments]
+    asked = [sys.executable, "-m", "harness.bench.gpu", *arguments]
     return subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -302,7 +305,7 @@ class Blocked:
         if name.split(".")[0] in {blocked}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Blocked())
-import harness.bench_gpu, harness.bench_cases, harness.bench_ranks, harness.bench_device, harness.pool
+import harness.bench.gpu, harness.bench.cases, harness.bench.ranks, harness.bench.device, harness.pool
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from harness.attention import make_attention
-from harness.attention_shapes import HeadShard
-from harness.block_bytes import block_bytes
-from harness.block_stack import BlockStack
-from harness.block_weights import BlockWeights
-from harness.check_blocks import check_blocks
+from harness.blocks.attention import make_attention
+from harness.blocks.check import check_blocks
+from harness.blocks.head_shard import HeadShard
+from harness.blocks.memory import block_bytes
+from harness.blocks.stack import BlockStack
+from harness.blocks.weights import BlockWeights
 from harness.measure import check_measurable, measure_run
 from harness.pool import RankError, RankPool
 from harness.worker import RankContext

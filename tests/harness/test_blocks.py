@@ -11,7 +11,7 @@ from block_cases import FLOWS, FORMS, MODELS, Spoil, Stack, errors_by_kernels, n
 from kernel_cases import on_rank_zero
 from rank_processes import rank_processes
 
-from harness.attention_shapes import HeadShard
+from harness.blocks.head_shard import HeadShard
 from semmoe.errors import UserError
 
 

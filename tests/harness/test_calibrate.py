@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 from omegaconf import OmegaConf  # noqa: E402
 
 from harness.app import calibrate  # noqa: E402
-from harness.calibrate import Effort, expert_grid_points  # noqa: E402
-from harness.fit import (  # noqa: E402
+from harness.calibration.attention import attention_steps  # noqa: E402
+from harness.calibration.collect import Effort, expert_grid_points  # noqa: E402
+from harness.calibration.collectives import Case, exchange_sizes, home_sizes  # noqa: E402
+from harness.calibration.fit import (  # noqa: E402
     ATTENTION_TERMS,
     BLOCK_WORK,
     Samples,
@@ -25,11 +27,9 @@ from harness.fit import (  # noqa: E402
     size_bytes,
     start_us,
 )
-from harness.residuals import busy_warning, residuals, spread, table  # noqa: E402
-from harness.single_attention import attention_steps  # noqa: E402
-from harness.single_ops import Case, exchange_sizes, home_sizes  # noqa: E402
-from harness.single_planning import planning_terms  # noqa: E402
-from harness.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
+from harness.calibration.planning import planning_terms  # noqa: E402
+from harness.calibration.residuals import busy_warning, residuals, spread, table  # noqa: E402
+from harness.calibration.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.inputs import load_cluster  # noqa: E402

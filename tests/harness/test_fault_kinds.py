@@ -18,11 +18,12 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from harness import preflight, serve  # noqa: E402
+from harness import preflight  # noqa: E402
+from harness.calibration.collectives import Case, time_collectives  # noqa: E402
 from harness.layer import MoELayer  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
-from harness.single_ops import Case, time_collectives  # noqa: E402
+from harness.serving import serve  # noqa: E402
 from harness.stack import Stack  # noqa: E402
 from harness.transport import shared_memory  # noqa: E402
 from harness.transport.base import RowTransport  # noqa: E402

@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness import full_model  # noqa: E402
-from harness.check_full import check_full, reference_logits  # noqa: E402
-from harness.full_model import FullModel  # noqa: E402
 from harness.measure import measure_run  # noqa: E402
 from harness.models.checkpoint import load_model  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
-from harness.sequences import Batch  # noqa: E402
+from harness.serving import full_model  # noqa: E402
+from harness.serving.check import check_full, reference_logits  # noqa: E402
+from harness.serving.full_model import FullModel  # noqa: E402
+from harness.serving.sequences import Batch  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 from semmoe.run import Run  # noqa: E402

@@ -28,8 +28,8 @@ from layer_cases import (
 from rank_processes import rank_processes
 
 from harness.counting import traffic_of
-from harness.fixed import bucket
-from harness.graph import graph_column
+from harness.device.fixed import bucket
+from harness.device.graph import graph_column
 from harness.reference.experts import moe_reference
 from harness.reference.gate import Gating
 from semmoe.errors import UserError

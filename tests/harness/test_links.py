@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from harness.critical_path import attribute  # noqa: E402
-from harness.device_clock import DeviceTimer, device_ns, devices_meet, timer_of  # noqa: E402
+from harness.device.clock import DeviceTimer, device_ns, devices_meet, timer_of  # noqa: E402
 from harness.links import PortMeter, link_of, port_bytes  # noqa: E402
 from harness.timing import PhaseTimer  # noqa: E402
 from semmoe.results import COLUMNS  # noqa: E402

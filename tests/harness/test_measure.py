@@ -15,7 +15,7 @@ from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.poison import poisoned  # noqa: E402
 from harness.pool import RankPool  # noqa: E402
 from harness.record import RankRecord, bootstrap_mean, time_columns  # noqa: E402
-from harness.serve import Clock  # noqa: E402
+from harness.serving.serve import Clock  # noqa: E402
 from harness.stack import Stack, max_home_tokens  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402

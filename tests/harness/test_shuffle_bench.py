@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from harness.bench.ranking import VARIANTS, ranking_rows  # noqa: E402
+from harness.bench.shuffle import document, shuffle_rows  # noqa: E402
 from harness.environment import environment  # noqa: E402
-from harness.ranking_bench import VARIANTS, ranking_rows  # noqa: E402
-from harness.shuffle_bench import document, shuffle_rows  # noqa: E402
 
 ABOUT = environment(4) | {"commit": "abc"}
 

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness import skew_bench  # noqa: E402
+from harness.bench import skew as skew_bench  # noqa: E402
+from harness.bench.skew import DIALS, PATTERNS, ROW_BYTES, Exchange, exchanges, patterns_of  # noqa: E402
+from harness.bench.skew_page import document, read_samples  # noqa: E402
+from harness.calibration.skew import loads_of, skewed_us  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
-from harness.skew import loads_of, skewed_us  # noqa: E402
-from harness.skew_bench import DIALS, PATTERNS, ROW_BYTES, Exchange, exchanges, patterns_of  # noqa: E402
-from harness.skew_page import document, read_samples  # noqa: E402
 from semmoe.errors import UserError  # noqa: E402
 
 SIZES = (1 << 16, 1 << 18, 1 << 20)

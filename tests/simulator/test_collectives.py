@@ -41,7 +41,7 @@ def test_calibrated_skew_is_not_marked():
 
 
 def test_measured_weights_of_port_and_pair_rule_where_there_are_any():
-    """Law and worked example of harness/skew.py: mean 60, busiest port 120, hottest pair 40 rows."""
+    """Law and worked example of harness/calibration/skew.py: mean 60, busiest port 120, hottest pair 40 rows."""
     rows = np.array([[0, 20, 20, 20], [40, 0, 10, 10], [40, 10, 0, 10], [40, 10, 10, 0]])
     for skew, even_rows in (({"dispatch.port": 0.5}, 90), ({"dispatch.port": 0.0}, 60), ({"dispatch.port": 1.0}, 120)):
         times, _ = price(traffic_of("dispatch", rows), cluster(skew=skew))
