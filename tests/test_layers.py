@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,58 @@ def test_no_package_imports_what_lies_above_or_beside_it(package, forbidden):
         if path.relative_to(ROOT).as_posix() == "semmoe/cli.py":
             continue
         assert not imports(path, top_level_only=False) & forbidden, path
+
+
+ABOVE_THE_LAYER = {  # rooms of the harness that stand above the layer, and who may open their doors
+    "harness.bench": [],
+    "harness.blocks": ["harness.measure", "harness.preflight", "harness.calibration"],
+    "harness.calibration": ["harness.app", "harness.bench"],
+    "harness.serving": ["harness.measure", "harness.calibration"],
+}
+
+
+@pytest.mark.parametrize("room", ABOVE_THE_LAYER)
+def test_rooms_above_the_layer_are_imported_by_few(room):
+    graph = modules_imported("harness")
+    inside = {name for name in graph if name.startswith(f"{room}.")}
+    importers = {name for name, imported in graph.items() if imported & inside} - inside
+    assert inside
+    for allowed in ABOVE_THE_LAYER[room]:
+        mine = {name for name in importers if f"{name}.".startswith(f"{allowed}.")}
+        assert mine, f"{allowed} does not import {room} any more: take it off the list"
+        importers -= mine
+    assert not importers, f"{room} is imported by {importers}"
+
+
+def test_no_modules_of_the_harness_import_each_other_in_a_circle():
+    """Imports inside functions count too; those for types alone do not."""
+    graph = modules_imported("harness")
+    TopologicalSorter(graph).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph | {"harness.timing": {"harness.layer"}}).prepare()
+
+
+def modules_imported(package: str) -> dict[str, set[str]]:
+    """Of every module of the package those of the package that it imports, anywhere in it but for types alone."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(package)
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text())
+        guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        typed = {id(node) for guard in guards for body in guard.body for node in ast.walk(body)}
+        here = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        graph[name] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or id(node) in typed:
+                continue
+            above = here[: len(here) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            named = {f"{source}.{alias.name}" for alias in node.names}
+            graph[name] |= (named & paths.keys()) or ({source} & paths.keys())
+    return graph
 
 
 def test_planning_and_simulation_import_no_torch():

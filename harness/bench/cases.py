@@ -25,7 +25,7 @@ from ..kernels.launch_exchange import Group, combine, pull, serve_assignments, s
 from ..kernels.rank_tokens import rank_tokens
 from ..reference.experts import experts_loop
 from ..reference.ranking import TokenRanking, rank_tokens_by_sort
-from ..transport.pull import address_table
+from ..transport.base import address_table
 from .streams import side_by_side
 
 SEED = 0

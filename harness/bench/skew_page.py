@@ -14,7 +14,7 @@ from semmoe.errors import UserError
 
 from ..calibration.fit import isotonic
 from ..calibration.skew import fit_weights, loads_of, skewed_us
-from .skew import Exchange
+from .exchanges import Exchange
 
 Float = NDArray[np.float64]
 Line = dict[str, Any]

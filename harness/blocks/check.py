@@ -14,8 +14,8 @@ from semmoe.planning import RoutedStep
 
 from ..check import TOLERANCE, dtypes, moe_rows, relative
 from ..poison import poisoned
-from ..reference import blocks as reference
 from ..stack import LayerInput
+from . import reference
 from .stack import BlockStack
 
 SEQUENCES = 16  # at most, of the checked batch

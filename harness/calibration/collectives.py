@@ -22,9 +22,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..transport.base import RowTransport
 from ..transport.choose import make_transport
 from ..transport.plan import ShufflePlan
+from ..transport.rows import RowTransport
 from ..worker import RankContext
 from .rotation import Operation, burn, burnt_memory, rotate
 

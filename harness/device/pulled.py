@@ -22,9 +22,9 @@ from ..kernels.grouped import Tiling, grouped_matmul, tiling_of
 from ..kernels.launch_exchange import Group, Served, combine, pull, serve_assignments, serve_tokens, sum_own
 from ..reference.ranking import TokenRanking
 from ..timing import PhaseTimer
-from ..transport.base import Transport
+from ..transport.base import Transport, address_table
 from ..transport.packing import row_bytes
-from ..transport.pull import PullTransport, address_table, counted_by, launching
+from ..transport.pull import PullTransport, counted_by, launching
 from ..weights import RankWeights
 
 

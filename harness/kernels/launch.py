@@ -12,10 +12,9 @@ from torch import Tensor
 from semmoe.errors import UserError
 
 from ..reference.ranking import TokenRanking
-from ..transport.base import PeerTransport
+from ..transport.base import PeerTransport, address_table
 from ..transport.packing import row_bytes
 from ..transport.plan import ShufflePlan
-from ..transport.pull import address_table
 from .barrier import barrier_kernel
 from .peers import step_rows
 from .sag import sag_kernel

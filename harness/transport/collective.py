@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import RowTransport
 from .codec import bytes_of
+from .rows import RowTransport
 
 
 class CollectiveTransport(RowTransport):

@@ -18,9 +18,10 @@ from torch import Tensor
 from semmoe.errors import UserError, nearest
 
 from ..reference import shuffle
-from .base import PeerBuffer, RowTransport
+from .base import PeerBuffer, address_table
 from .packing import row_bytes
 from .plan import ShufflePlan
+from .rows import RowTransport
 
 if TYPE_CHECKING:
     from ..kernels.launch import BarrierState, RMSNorm
@@ -184,15 +185,6 @@ def counted_by(counted_BG: Tensor, barrier: BarrierState | None) -> list[int]:
 def launching(device: torch.device) -> AbstractContextManager[object]:
     """Around a launch: virtual ranks are threads, which the interpreter must not see at once."""
     return contextlib.nullcontext() if device.type == "cuda" else _ONE_LAUNCH
-
-
-def address_table(peers_G: Sequence[Tensor]) -> Tensor:
-    """int64 addresses of everybody's tensor, on the device of the tensors."""
-    return torch.tensor([peer.data_ptr() for peer in peers_G], dtype=torch.int64, device=peers_G[0].device)
-
-
-def peer_buffer(rank: int, peers_G: list[Tensor]) -> PeerBuffer:
-    return PeerBuffer(peers_G[rank], peers_G, address_table(peers_G))
 
 
 def poison(buffer: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor
 from semmoe.dispatch import METADATA_BYTES, DispatchSpec
 from semmoe.errors import UserError
 
-from .base import PeerBuffer, Received
+from .base import PeerBuffer, Received, peer_buffer
 from .codec import bytes_of
 from .packing import as_rows, fresh, row_bytes
 from .peer_memory import PeerMemory, aligned
-from .pull import PullTransport, peer_buffer, poison
+from .pull import PullTransport, poison
 
 if TYPE_CHECKING:
     from ..kernels.launch import BarrierState

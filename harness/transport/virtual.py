@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base import PeerBuffer
-from .pull import PullTransport, peer_buffer, poison
+from .base import PeerBuffer, peer_buffer
+from .pull import PullTransport, poison
 
 Result = TypeVar("Result")
 

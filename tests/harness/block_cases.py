@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from layer_cases import EXPERTS, LAYER_IDS, LAYERS, TOP_K, CaseWeights, make_placement, relative_error
 
+from harness.blocks import reference
 from harness.blocks.attention import Sequences, make_attention
 from harness.blocks.forward import Blocks
 from harness.blocks.head_shard import HeadShard
 from harness.blocks.weights import BlockWeights
 from harness.layer import Routes, build_layers
-from harness.reference import blocks as reference
 from harness.reference.experts import moe_reference
 from harness.reference.gate import Gating
 from harness.stack import LayerInput

@@ -14,8 +14,8 @@ from rank_processes import transport_of
 from shuffle_cases import sum_case
 
 from harness.reference import shuffle
+from harness.transport.base import address_table
 from harness.transport.plan import ShufflePlan
-from harness.transport.pull import address_table
 
 COUNTS = [[1, 20, 3, 0, 5, 1, 0, 9], [0, 0, 39, 0, 0, 0, 0, 0], [5] * 8]
 HIDDEN = 48  # not a power of two: the last columns of a block are masked

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.reference import exchange, ranking
 from harness.reference.experts import moe_reference
-from harness.transport.pull import address_table
+from harness.transport.base import address_table
 
 HIDDEN, WIDTH, K = 48, 32, 3
 

@@ -26,8 +26,8 @@ from harness.pool import RankError, RankPool  # noqa: E402
 from harness.serving import serve  # noqa: E402
 from harness.stack import Stack  # noqa: E402
 from harness.transport import shared_memory  # noqa: E402
-from harness.transport.base import RowTransport  # noqa: E402
 from harness.transport.pull import PullTransport  # noqa: E402
+from harness.transport.rows import RowTransport  # noqa: E402
 from harness.transport.shared import SharedTransport  # noqa: E402
 from harness.transport.staged import StagedTransport  # noqa: E402
 from harness.worker import RankContext  # noqa: E402

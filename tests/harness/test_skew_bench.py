@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from harness.bench import skew as skew_bench  # noqa: E402
-from harness.bench.skew import DIALS, PATTERNS, ROW_BYTES, Exchange, exchanges, patterns_of  # noqa: E402
+from harness.bench.exchanges import DIALS, PATTERNS, ROW_BYTES, Exchange, exchanges, patterns_of  # noqa: E402
 from harness.bench.skew_page import document, read_samples  # noqa: E402
 from harness.calibration.skew import loads_of, skewed_us  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402

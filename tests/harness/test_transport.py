@@ -13,9 +13,10 @@ import pytest
 import torch
 from rank_processes import rank_processes, transport_of
 
-from harness.transport.base import EMPTY_SLOT, RowTransport, Transport
+from harness.transport.base import Transport
 from harness.transport.codec import bytes_of, decode, encode, torch_dtype
 from harness.transport.plan import ShufflePlan
+from harness.transport.rows import EMPTY_SLOT, RowTransport
 from harness.transport.staged import stage_bytes_for
 from harness.transport.virtual import run_virtual
 from semmoe.dispatch import DispatchSpec

@@ -1,6 +1,6 @@
 """Transformer blocks in one process, the plain way: every sequence by itself, nothing absorbed, fused or sharded.
 
-The oracle of `harness.blocks.forward`; it shares its seeded weights and nothing of its arithmetic.
+The oracle of `forward.py`; it shares its seeded weights and nothing of its arithmetic.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 from semmoe.serving.stepplan import StepPlan
 from semmoe.specs import ModelSpec
 
-from ..blocks.attention import ROPE_THETA
-from ..blocks.weights import BlockWeights
+from .attention import ROPE_THETA
+from .weights import BlockWeights
 
 EPS = 1e-6
 Matrices = dict[str, Tensor]
