@@ -55,16 +55,13 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
                 yield run, row
 
 
-def calibrate(run: Run, effort: Effort | None = None) -> Path:
-    """Measure single operations on run.ep_size ranks and write the cluster file that `cluster.file` names. effort: how
-    much, if not what `measure.calibration` says.
+def calibrate(run: Run, file: str | Path, effort: Effort | None = None) -> Path:
+    """Measure single operations on run.ep_size ranks and write the cluster file `file`. effort: how much, if not what
+    `measure.calibration` says.
 
     The raw samples go beside it (.samples.json). Prints how well the file describes its own samples. Under torchrun a
     follower returns when rank 0 has finished.
     """
-    file = run.cfg["cluster"].get("file")
-    if not file:
-        raise UserError(f"cluster={run.cluster.name} has no `file` to write; semmoe calibrate needs cluster=local")
     effort = effort or _effort(str(run.cfg["measure"]["calibration"]))
     path = Path(file)
     check_writable(path)

@@ -180,7 +180,11 @@ def calibrate(rest: Sequence[str]) -> int:
         raise UserError(
             f"calibrate measures for one model and dtype; the overrides describe {len(configs)} runs: add sweep=[]"
         )
-    _backend("harness.app", "harness").calibrate(RunBuilder().build(configs[0]))
+    cluster = configs[0]["cluster"]
+    if not (file := cluster.get("file")):
+        raise UserError(f"cluster={cluster.get('name')} has no `file` to write; semmoe calibrate needs cluster=local")
+    run = RunBuilder().build(configs[0] | {"cluster": cluster | {"file": None}})  # what lies there already says nothing
+    _backend("harness.app", "harness").calibrate(run, file)
     return 0
 
 

@@ -17,6 +17,7 @@ from .builder import RunBuilder
 from .config import compose_all, compose_one
 from .errors import UserError
 from .files import check_writable
+from .inputs import warn_uncalibrated
 from .plan_store import PlanStore
 from .plugins import told as in_words
 from .results import read_row, row_path, write_atomically, write_row
@@ -164,6 +165,7 @@ def simulate_all(overrides: Sequence[str], multirun: bool, simulator: Any) -> in
     """Simulate every configuration and write one row each (or re-execute the step plans of a measured run)."""
     told = Progress("simulated")
     runs = _build_all(overrides, multirun, "simulator", told)
+    warn_uncalibrated(run.cfg["cluster"] for run in runs)
     workers = max((int(run.cfg["workers"]) for run in runs), default=1)
     sweeps, ended = _swept(runs), dict[int, Path | Exception]()
     printed = 0  # rows are written as they come and printed in order

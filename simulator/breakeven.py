@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from semmoe.config import compose_one
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
-from semmoe.inputs import load_cluster
+from semmoe.inputs import load_cluster, warn_uncalibrated
 from semmoe.plugins import instantiate
 from semmoe.results import write_atomically
 from semmoe.specs import ClusterSpec, ModelSpec
@@ -157,6 +157,7 @@ def main(argv: Sequence[str]) -> int:
         config = compose_one([*overrides, *([cluster_override] if cluster_override else []), "planned_folds=0"])
         model: ModelSpec = instantiate(config["model"], "model").scaled(float(config["model_scale"]))
         _, cluster = load_cluster(config["cluster"])
+        warn_uncalibrated([config["cluster"]])
         ranks = int(config["ep_size"] or cluster.ranks)
         if not 2 <= ranks <= cluster.ranks:
             raise UserError(f"ep_size={ranks} on cluster {cluster.name}: 2 to {cluster.ranks} ranks are right")

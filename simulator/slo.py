@@ -19,6 +19,7 @@ from typing import Any
 
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
+from semmoe.inputs import warn_uncalibrated
 from semmoe.results import write_row
 from semmoe.run import Run
 from semmoe.serving.workload import workload_axes
@@ -157,6 +158,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError:
         raise UserError(f"tolerance={tolerance} must be a number between 0 and 1") from None
     run = RunBuilder().build(config)
+    warn_uncalibrated([config["cluster"]])
     objective = lightest_load(run) if kind == "paper" else absolute(config["slo"])
     run = replace(run, cfg=run.cfg | {"slo": objective.bounds})
     serve, folder = server(run), folder_of(config)

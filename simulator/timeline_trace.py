@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
+from semmoe.inputs import warn_uncalibrated
 from semmoe.results import write_atomically
 from semmoe.run import Run
 from semmoe.traffic import Traffic
@@ -178,6 +179,7 @@ def main(argv: Sequence[str]) -> int:
     if not steps.isdigit() or not int(steps):
         raise UserError(f"steps={steps} must be a whole number of at least 1")
     run = RunBuilder().build(config)
+    warn_uncalibrated([config["cluster"]])
     timeline, timer = recorded(run, int(steps))
     folder = Path(given.get("out") or Path(config["results_dir"]) / run.name / "trace")
     write_trace(folder, timeline, timer.cost)

@@ -24,6 +24,7 @@ from semmoe.builder import RunBuilder
 from semmoe.config import compose_one
 from semmoe.errors import UserError
 from semmoe.files import check_writable
+from semmoe.inputs import warn_uncalibrated
 from semmoe.plan_store import PlanStore
 from semmoe.run import Run
 from semmoe.session import progress
@@ -106,6 +107,7 @@ class Advice:
 def advise(overrides: Sequence[str]) -> Advice:
     """The advice for a configuration given as overrides. UserError for what cannot work."""
     config = _config(overrides)
+    warn_uncalibrated([config["cluster"]])
     plans = PlanStore(Path(config["results_dir"]) / "plans", renew=bool(config["rerun"]))
     desk, known = Desk(config, RunBuilder(plans)), dict[Any, Layer]()
     with progress(len(CELLS) + len(valid_cells("prefill")) + 8, "advise") as bar:
