@@ -10,12 +10,12 @@ import textwrap
 import pytest
 from compare_rows import measured, row
 
-from semmoe import cli
+from semmoe import cli, session
 from semmoe.errors import UserError
 from semmoe.files import check_writable, write_atomically
 from semmoe.results import write_row
 
-SMALL = ["workload.max_batches=1", "planned_folds=0", "cluster.file=null"]  # guessed times, without a warning
+SMALL = ["workload.max_batches=1", "planned_folds=0"]
 SHUFFLED = [*SMALL, "flow=tp_shuffled", "token_scheduler=semantic"]
 POLICIES = """
     import sys
@@ -48,6 +48,9 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "hostile_policies", raising=False)  # of another test's folder
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        session, "warn_uncalibrated", lambda groups: None
+    )  # which says that, and no fault, in a line too
     return tmp_path
 
 
