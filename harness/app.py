@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from semmoe.errors import UserError, nearest
-from semmoe.files import check_writable
-from semmoe.results import write_atomically
+from semmoe.files import check_writable, write_atomically
 from semmoe.run import Run
 from semmoe.serving.steplog import step_log_path
 from semmoe.session import folder_of

@@ -101,11 +101,7 @@ def time_columns(records: list[RankRecord], planned_per_layer: bool, seed: int =
         columns |= summary_ms("attention", attention_GSL.max(axis=0).ravel())
     low, high = bootstrap_mean(slowest_SL.mean(axis=1), seed)
     columns |= summary_ms("layer", slowest_SL.ravel()) | {"layer_ms_ci_low": low, "layer_ms_ci_high": high}
-    step_S = step_GS.max(axis=0)
-    columns |= {
-        f"{name}_ms_p10": float(np.quantile(v, 0.1)) for name, v in (("layer", slowest_SL), ("step", step_S)) if v.size
-    }
-    return columns | summary_ms("step", step_S)
+    return columns | summary_ms("step", step_GS.max(axis=0))
 
 
 def _share_a_clock(records: list[RankRecord]) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 import pandas as pd
 
 from .axes import PATHS, POLICIES, SHARED, flat_axes, telling_axes, unjoined
-from .results import OPS, SERVED, WAITS, read_rows, write_atomically
+from .files import write_atomically
+from .results import OPS, SERVED, WAITS
+from .row_files import read_rows
 from .verdict import order, verdicts
 
 LOCALITY = ("lar", "fan_out", "bytes_per_token")

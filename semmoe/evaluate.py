@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from .config import conf_dir, group_options
 from .errors import UserError
-from .files import check_writable
+from .files import check_writable, write_atomically
 from .inputs import ASSETS, check_trace, load_cluster
 from .placement.instances import small_cases
 from .placement.objectives import OBJECTIVES, gaps
 from .plugins import instantiate
-from .results import write_atomically
 from .sources.fingerprints import load_fingerprints
 from .specs import ModelSpec
 from .trace import RoutingTrace

@@ -21,7 +21,7 @@ import pandas as pd
 
 from .errors import UserError
 from .page_command import write_page
-from .results import read_rows
+from .row_files import read_rows
 
 SIDES = ("simulator", "harness")
 CURVE = ("all_to_all_ms", "experts_ms", "layer_ms")

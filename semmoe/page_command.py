@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .errors import UserError
-from .results import write_atomically
+from .files import write_atomically
 
 Page = tuple[str, Sequence[str]]  # Markdown, and the lines that the terminal shows
 

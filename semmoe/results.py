@@ -1,21 +1,15 @@
-"""ResultTable: the one schema of a result row, for both backends.
-
-One file per run and repeat, written atomically: a stopped sweep leaves whole rows and continues where it stopped.
-"""
+"""ResultTable: the one schema of a result row, for both backends. row_files.py writes and reads rows."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from .errors import UserError, nearest
-from .files import write_atomically
 
 TIMED = (
     "plan",
@@ -48,7 +42,7 @@ WHOLE_OVER_RANKS = {
 }
 WAITS = ("wait", "core_wait")  # no phases: the rest of a layer adds up without them
 SERVED = ("ttft", "tpot", "e2e")
-QUANTILES = (50, 90, 99)
+QUANTILES = (10, 50, 90, 99)
 EXCHANGES = (
     "dispatch",
     "combine",
@@ -177,8 +171,6 @@ def _columns() -> dict[str, Column]:
     columns["itl_ms"] = Column("float", "time between two output tokens of a request, mean over all tokens")
     columns |= {f"itl_ms_p{q}": Column("float", f"time between two output tokens, {q}th percentile") for q in QUANTILES}
     columns |= {
-        "layer_ms_p10": Column("float", "one MoE layer end to end, 10th percentile (harness)"),
-        "step_ms_p10": Column("float", "one forward pass, 10th percentile (harness)"),
         "layer_ms_ci_low": Column("float", "layer_ms, lower end of the 95 % bootstrap interval"),
         "layer_ms_ci_high": Column("float", "layer_ms, upper end of the 95 % bootstrap interval"),
         "throughput_rps": Column("float", "finished requests a second"),
@@ -250,56 +242,8 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
     return checked
 
 
-def row_path(folder: str | Path, row: Mapping[str, Any]) -> Path:
-    """File of a row: one per backend, transport, cluster, configuration and repeat."""
-    side = row["backend"] if row["backend"] == "simulator" else f"{row['backend']}-{row['transport']}"
-    return Path(folder) / f"{side}-{row['cluster']}-{row['config_id']}-r{row['repeat']}.json"
-
-
-def write_row(folder: str | Path, row: Mapping[str, Any]) -> Path:
-    """Check and write one row atomically; UserError when that fails (full disk: nothing half-done)."""
-    path = row_path(folder, row)
-    text = json.dumps(check_row(row, str(path)), indent=1, allow_nan=False)
-    write_atomically(path, text)
-    return path
-
-
-def read_row(file: str | Path) -> dict[str, Any]:
-    """One row file, checked; UserError for anything that is none."""
-    file = Path(file)
-    remedy = "delete the file and run the command again"
-    try:
-        row = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(row, dict):
-            raise TypeError(f"holds a {type(row).__name__}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: not a result row ({error}); {remedy}") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    try:
-        return check_row(row, str(file))
-    except UserError as error:
-        raise UserError(f"{error}; {remedy}") from None
-
-
-def read_rows(folders: Iterable[str | Path]) -> pd.DataFrame:
-    """All rows of these run folders (or single row files) as one table with every column of the schema."""
-    rows = []
-    for folder in folders:
-        folder = Path(folder)
-        if not folder.exists():
-            raise UserError(f"{folder}: no such run; `semmoe simulate` and `semmoe measure` write to results/runs/NAME")
-        files = [folder] if folder.is_file() else sorted(folder.glob("*-r*.json"))
-        rows += [read_row(file) for file in files]
-    if not rows:
-        raise UserError(
-            f"{', '.join(str(f) for f in folders)}: holds no result rows; `semmoe simulate` and `semmoe measure` write them"
-        )
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
 def summary_ms(name: str, values: Any) -> dict[str, float]:
-    """{name_ms, name_ms_p50, _p90, _p99} of samples in milliseconds (nothing for none)."""
+    """{name_ms, name_ms_p10, _p50, _p90, _p99} of samples in milliseconds (nothing for none)."""
     series = pd.Series(values, dtype=float).dropna()
     if series.empty:
         return {}

@@ -16,11 +16,11 @@ import numpy as np
 from .builder import RunBuilder
 from .config import compose_all, compose_one
 from .errors import UserError
-from .files import check_writable
+from .files import check_writable, write_atomically
 from .inputs import warn_uncalibrated
 from .plan_store import PlanStore
 from .plugins import told as in_words
-from .results import read_row, row_path, write_atomically, write_row
+from .row_files import read_row, row_path, write_row
 from .rows import label
 from .run import Run
 from .settings import differing_settings, settings_digest

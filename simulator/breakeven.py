@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from semmoe.config import compose_one
 from semmoe.dispatch import DispatchSpec
 from semmoe.errors import UserError
+from semmoe.files import write_atomically
 from semmoe.inputs import load_cluster, warn_uncalibrated
 from semmoe.plugins import instantiate
-from semmoe.results import write_atomically
 from semmoe.specs import ClusterSpec, ModelSpec
 from semmoe.traffic import Traffic, with_collectives
 

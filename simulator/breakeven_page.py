@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semmoe.files import write_atomically
 from semmoe.report import Verdict, figure, page, table
 from semmoe.report.draw import GREY, PALE, WIDTH_IN, subplots
-from semmoe.results import write_atomically
 
 from .breakeven import WORTH_PCT, BreakEven
 

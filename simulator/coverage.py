@@ -23,8 +23,9 @@ from semmoe.axes import setting
 from semmoe.compare import compare
 from semmoe.config import conf_dir
 from semmoe.errors import UserError
+from semmoe.files import write_atomically
 from semmoe.inputs import load_cluster
-from semmoe.results import TIMED, WAITS, write_atomically
+from semmoe.results import TIMED, WAITS
 from semmoe.specs import ClusterSpec
 
 from .cost.uncertainty import LEVEL, Residuals, interval, possible_ms

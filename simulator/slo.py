@@ -20,7 +20,7 @@ from typing import Any
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
 from semmoe.inputs import warn_uncalibrated
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 from semmoe.run import Run
 from semmoe.serving.workload import workload_axes
 from semmoe.session import folder_of

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError
+from semmoe.files import write_atomically
 from semmoe.inputs import warn_uncalibrated
-from semmoe.results import write_atomically
 from semmoe.run import Run
 from semmoe.traffic import Traffic
 

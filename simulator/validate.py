@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from semmoe.errors import UserError, nearest
-from semmoe.results import write_atomically
+from semmoe.files import write_atomically
 
 from .validation.collectives import nccl_rows
 from .validation.deepep import deepep_rows

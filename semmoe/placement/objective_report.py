@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from ..evaluate import load
-from ..results import write_atomically
+from ..files import write_atomically
 from ..trace import RoutingTrace
 from ..trials import Policy
 from .instances import CHOICES, LAYERS, REQUESTS, SHAPES, problem_of, small_cases

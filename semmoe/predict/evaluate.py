@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"semmoe.predict.evaluate: {error}", file=sys.stderr)
         return 2
     if options.out:
-        from ..results import write_atomically
+        from ..files import write_atomically
 
         write_atomically(options.out, text)
     else:

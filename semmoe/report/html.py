@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..compare import Comparison
-from ..results import write_atomically
+from ..files import write_atomically
 from .answer import answer
 from .catalog import FIGURES
 from .embed import remove_files

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from ..config import conf_dir
 from ..errors import UserError
+from ..files import write_atomically
 from ..inputs import load_cluster
 from ..plugins import instantiate
 from ..predict.evaluate import accuracy
 from ..predict.token_table import TokenTable
 from ..profile import Profile
-from ..results import write_atomically
 from ..specs import ModelSpec
 from ..trials import Bench, Policy, Trial
 from .affinity import PROFILES, AffinityProfile

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semmoe.files import write_atomically
 from semmoe.report import Section, Verdict, figure, page, prose, table
 from semmoe.report.before_after import heat_maps, shares_and_bytes
 from semmoe.report.draw import (
@@ -29,7 +30,6 @@ from semmoe.report.draw import (
     subplots,
 )
 from semmoe.report.embed import remove_files
-from semmoe.results import write_atomically
 
 from .app import Advice
 from .judge import TIE_PCT

@@ -19,8 +19,8 @@ import semmoe
 from semmoe.builder import RunBuilder
 from semmoe.config import conf_dir
 from semmoe.errors import UserError, nearest
+from semmoe.files import write_atomically
 from semmoe.plan_store import PlanStore, source_digest
-from semmoe.results import write_atomically
 from semmoe.specs import digest
 
 from .affinity import accuracy_by_layer, drift, transfer

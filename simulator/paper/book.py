@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_all, conf_dir, sweep_points
-from semmoe.results import COLUMNS, write_atomically
+from semmoe.files import write_atomically
+from semmoe.results import COLUMNS
 from semmoe.run import Run
 from semmoe.session import progress
 

@@ -73,6 +73,7 @@ def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, 
     assert checked["layer_ms_p50"] <= checked["layer_ms_p90"] <= checked["layer_ms_p99"]
     for phase in ("gate", "permute", "experts", *(() if run.spec.dispatcher is None else ("dispatch", "combine"))):
         assert 0 < checked[f"{phase}_ms"] < checked["layer_ms"] * 1.5, phase
+        assert checked[f"{phase}_ms_p10"] <= checked[f"{phase}_ms_p50"] <= checked[f"{phase}_ms_p90"], phase
     around = run.spec.flow != "dp"
     exchanges = (*(("srs", "sag") if around else ()), *(() if run.spec.dispatcher is None else ("dispatch", "combine")))
     for phase in exchanges:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 
 PAIRS = json.dumps([[40, 10, 30, 20], [10, 40, 20, 30], [30, 20, 40, 10], [20, 30, 10, 40]])
 SPANS = [["dispatch", 0, 0.0, 6.0, [6.0] * 4], ["experts", 0, 6.0, 4.0, [4.0, 3.0, 2.0, 4.0]]]

@@ -13,7 +13,7 @@ from semmoe.compare import compare
 from semmoe.errors import UserError
 from semmoe.rank_order import document as order_document
 from semmoe.rank_order import median_interval, rank_order, summary
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 from semmoe.whole_model import document as whole_document
 from semmoe.whole_model import main as whole_main
 from tests.semmoe.compare_rows import AXES, measured, row

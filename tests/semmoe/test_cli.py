@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from semmoe import cli
-from semmoe.results import read_rows
+from semmoe.row_files import read_rows
 
 SMALL = ["workload.max_batches=1", "planned_folds=0"]
 

@@ -13,7 +13,7 @@ from scipy import stats
 from semmoe import cli
 from semmoe.compare import compare
 from semmoe.errors import UserError
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 
 TIMES = {"ttft_ms": 1234.5, "tpot_ms": 12.3, "e2e_ms": 98765.4}
 

@@ -13,7 +13,7 @@ from compare_rows import measured, row
 from semmoe import cli, session
 from semmoe.errors import UserError
 from semmoe.files import check_writable, write_atomically
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 
 SMALL = ["workload.max_batches=1", "planned_folds=0"]
 SHUFFLED = [*SMALL, "flow=tp_shuffled", "token_scheduler=semantic"]

@@ -9,7 +9,7 @@ import pytest
 from semmoe.errors import UserError
 from semmoe.micro import curves, document
 from semmoe.micro import main as micro_main
-from semmoe.results import read_rows, write_row
+from semmoe.row_files import read_rows, write_row
 from tests.semmoe.compare_rows import measured, row
 
 

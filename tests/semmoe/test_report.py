@@ -20,7 +20,7 @@ from semmoe.errors import UserError
 from semmoe.report import write_report
 from semmoe.report.catalog import FIGURES
 from semmoe.report.embed import themed
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 
 HOSTILE = ("<script>alert(1)</script>", "$\\frac{$ & \"quoted\", 'name'", "</svg>]]><b>\x07\nline two {{TITLE}}")
 SERVED = {"ttft_ms": 50.0, "tpot_ms": 5.0, "e2e_ms": 300.0}

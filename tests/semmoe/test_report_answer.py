@@ -11,7 +11,7 @@ from semmoe.compare import compare
 from semmoe.report.answer import answer
 from semmoe.report.before_after import _pairs, pair_traffic, step_timeline
 from semmoe.report.sweeps import batch_sizes, rates
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 
 OURS = {"placement": "semantic", "request_scheduler": "semantic_request"}
 

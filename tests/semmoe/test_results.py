@@ -12,7 +12,8 @@ import pytest
 from compare_rows import row
 
 from semmoe.errors import UserError
-from semmoe.results import check_row, columns_document, read_rows, summary_ms, write_row
+from semmoe.results import check_row, columns_document, summary_ms
+from semmoe.row_files import read_rows, write_row
 
 
 def test_a_row_comes_back_as_written_and_nan_as_missing(tmp_path):
@@ -61,9 +62,9 @@ def test_a_row_that_cannot_be_json_is_not_begun(tmp_path, value):
 SWEEP = """
 import os, sys
 from compare_rows import row
-from semmoe import results
+from semmoe.row_files import write_row
 folder, when = sys.argv[1:]
-results.write_row(folder, row(config="first"))
+write_row(folder, row(config="first"))
 real = getattr(os, when)
 def stop(*args):
     if when == "replace":
@@ -75,7 +76,7 @@ def half(fd):
     print("stopped", flush=True)
     sys.stdin.read()
 setattr(os, when, half if when == "fsync" else stop)
-results.write_row(folder, row(config="second"))
+write_row(folder, row(config="second"))
 """
 
 
@@ -97,11 +98,8 @@ def test_a_sweep_killed_while_it_writes_leaves_whole_rows_and_continues(tmp_path
 
 def test_summary_has_mean_and_percentiles_and_nothing_for_nothing():
     figures = summary_ms("layer", list(range(1, 101)))
-    assert (
-        figures["layer_ms"] == 50.5
-        and figures["layer_ms_p50"] == 50.5
-        and figures["layer_ms_p99"] == pytest.approx(99.01)
-    )
+    expected = {"": 50.5, "_p10": 10.9, "_p50": 50.5, "_p90": 90.1, "_p99": 99.01}
+    assert figures == pytest.approx({f"layer_ms{q}": ms for q, ms in expected.items()})
     assert summary_ms("layer", []) == {} == summary_ms("layer", [float("nan")])
 
 

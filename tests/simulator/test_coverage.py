@@ -11,7 +11,7 @@ from compare_rows import row
 from semmoe.config import compose_all
 from semmoe.errors import UserError
 from semmoe.inputs import load_cluster
-from semmoe.results import write_row
+from semmoe.row_files import write_row
 from simulator.cost.uncertainty import CPU, Residuals, interval, possible_ms
 from simulator.coverage import cases, main
 

@@ -11,7 +11,7 @@ from semmoe.builder import RunBuilder
 from semmoe.cli import main as cli
 from semmoe.config import compose_all
 from semmoe.errors import UserError
-from semmoe.results import read_rows
+from semmoe.row_files import read_rows
 from semmoe.serving import Request, ServingLimits, ServingLoop, StepPlan
 from simulator.slo import Objective, lightest_load, server, throughput_under_slo
 
