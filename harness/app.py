@@ -81,7 +81,9 @@ def calibrate(run: Run, file: str | Path, effort: Effort | None = None) -> Path:
         "opening_us": [[*case, ranks, *map(float, us)] for (case, ranks), us in samples.opening.items()],
         "local_us": [[list(key), us_GS] for key, us_GS in samples.raw.items()],
         "experts_us": [[*key, *us] for key, us in samples.experts.items()],
-        "attention_us": [[*work, us] for work, us in samples.attention.items()],
+        "attention_us": [
+            [name, *work, us] for name, points in samples.attention.items() for work, us in points.items()
+        ],
         "blocks_us": [[name, *work, us] for name, points in samples.blocks.items() for work, us in points.items()],
         "residuals": [line._asdict() for line in report],
     }

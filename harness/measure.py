@@ -18,7 +18,7 @@ from semmoe.serving.columns import served_columns
 from semmoe.serving.steplog import StepLog
 
 from .blocks.check import check_blocks, checked_tokens
-from .blocks.memory import block_bytes
+from .blocks.head_shard import HeadShard
 from .blocks.stack import BlockStack
 from .check import check_step
 from .counting import traffic_of
@@ -116,8 +116,8 @@ def check_measurable(run: Run) -> None:
     planned_on(run)
     if flush_mb(run) and run.kind == "serve":
         raise UserError("measure.flush_mb: a served run's caches are as its steps leave them; set it to 0")
-    if run.scope == "full_model" and run.kind == "batches":
-        block_bytes(run)  # whether ranks can share the heads
+    if run.scope == "full_model":
+        HeadShard(run.model, 0, 1 if run.spec.flow == "dp" else run.ep_size)  # whether ranks can share the heads
         if run.spec.flow != "dp" and run.planner().rehomes:
             raise UserError(
                 "a token scheduler that re-homes moves outputs, not residual rows; set scope=moe_layers or another "

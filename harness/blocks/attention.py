@@ -26,7 +26,7 @@ from semmoe.serving.stepplan import StepPlan
 
 from ..models.tiny import rotary, rotate
 from ..reference.shuffle import rms_norm
-from .head_shard import HeadShard
+from .head_shard import HeadShard, elements
 from .weights import BlockWeights
 
 ROPE_THETA = 10_000.0
@@ -115,7 +115,7 @@ class GroupedQuery:
     ) -> None:
         model, size = weights.model, weights.model.head_dim
         full = weights.gqa(layer)
-        heads, kv = _elements(shard.heads, size), _elements(shard.kv_heads, size)
+        heads, kv = elements(shard.heads, size), elements(shard.kv_heads, size)
         qkv = torch.cat([full["q"][heads], full["k"][kv], full["v"][kv]])
         self.qkv_OH, self.o_HO = qkv.to(device, dtype), full["o"][:, heads].contiguous().to(device, dtype)
         self.shard, self.size = shard, size
@@ -166,12 +166,12 @@ class Latent:
         full = {name: tensor.to(device, dtype) for name, tensor in weights.mla(layer).items()}
         query = model.head_dim + model.rope_head_dim
         self.q_down_QH, self.q_norm_Q = full.get("q_down"), full.get("q_norm")
-        self.q_OH = full["q"][_elements(shard.heads, query)].contiguous()
+        self.q_OH = full["q"][elements(shard.heads, query)].contiguous()
         self.kv_down_OH, self.kv_norm_C = full["kv_down"], full["kv_norm"]
         heads = shard.num_heads
-        self.k_up_NDC = full["k_up"][_elements(shard.heads, model.head_dim)].reshape(heads, model.head_dim, -1)
-        self.v_up_NVC = full["v_up"][_elements(shard.heads, model.v_head_dim)].reshape(heads, model.v_head_dim, -1)
-        self.o_HO = full["o"][:, _elements(shard.heads, model.v_head_dim)].contiguous()
+        self.k_up_NDC = full["k_up"][elements(shard.heads, model.head_dim)].reshape(heads, model.head_dim, -1)
+        self.v_up_NVC = full["v_up"][elements(shard.heads, model.v_head_dim)].reshape(heads, model.v_head_dim, -1)
+        self.o_HO = full["o"][:, elements(shard.heads, model.v_head_dim)].contiguous()
         self.scale = query**-0.5
         self.tables = _tables(model.rope_head_dim, positions, dtype, device)
         shape = (most_sequences, positions, model.kv_lora_rank + model.rope_head_dim)
@@ -226,11 +226,6 @@ class Latent:
             scale=self.scale,
         )
         return out_BNcV.transpose(1, 2).reshape(-1, heads, self.model.v_head_dim)
-
-
-def _elements(heads: slice, size: int) -> slice:
-    """Rows of a projection that belong to these heads."""
-    return slice(heads.start * size, heads.stop * size)
 
 
 def _tables(size: int, positions: int, dtype: torch.dtype, device: torch.device | str) -> Sequence[Tensor]:

@@ -78,3 +78,8 @@ class HeadShard:
         if self.model.attention == "mla":
             return self.model.kv_lora_rank + self.model.rope_head_dim
         return 2 * self.num_kv_heads * self.model.head_dim
+
+
+def elements(heads: slice, size: int) -> slice:
+    """Rows of a projection that belong to these heads."""
+    return slice(heads.start * size, heads.stop * size)

@@ -1,7 +1,8 @@
 """What a full model adds to its MoE layers, as single operations for `rotate`, on CPU time.
 
-An attention block (norms, projections, positions, one core a request), the LM head, and the bookkeeping of a step. The
-tiny model's; any other model has no such terms.
+An attention block (norms, projections, positions, one core a request) with all heads and with a share of them (tp flows,
+whose output is a part of a sum over ranks), the LM head, and the bookkeeping of a step. The tiny model's; any other model
+has no such terms.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from semmoe.serving import DECODE, PREFILL, Request, StepPlan
 from semmoe.specs import ModelSpec
 
+from ..blocks.head_shard import HeadShard
 from ..models.tiny import TinyConfig, TinyModel
 from ..serving.sequences import OwnRequests, TinyAttention
 from ..worker import RankContext
@@ -61,17 +63,23 @@ def attention_steps() -> Iterator[tuple[Work, list[tuple[int, int, int]]]]:
     yield (72, 9, 64 * 65 // 2, 8 * 128), [(PREFILL, 0, 64), *[(DECODE, 127, 1)] * 8]
 
 
-def attention_operations(context: RankContext) -> Operations:
-    """("attention", work): one attention block for every piece of work, of another layer every time."""
-    own, model = _requests(context)
+def attention_operations(context: RankContext, model: ModelSpec) -> Operations:
+    """("attention", work): one attention block for every piece of work, of another layer every time. ("attention.tp4",
+    work): with a share of the heads over 4 ranks, where so many can share them."""
     operations: Operations = {}
-    for i, (work, entries) in enumerate(attention_steps()):
-        batch = own.batch(_plan(context.rank, entries))
-        for entry in batch.entries:
-            entry.sequence.key_LKSD.normal_(), entry.sequence.value_LKSD.normal_()
-        x_nH = torch.randn(work[0], model.config.hidden)
-        layer = i % model.config.num_layers
-        operations["attention", work] = clocked(partial(_untracked, own.attention.block, layer, x_nH, batch))
+    for ranks in sorted({1, context.ranks}):
+        if model.num_heads % ranks:
+            continue
+        shard = HeadShard(model, context.rank, ranks) if ranks > 1 else None
+        name = f"attention.tp{ranks}" if shard else "attention"
+        own, tiny = _requests(context, shard)
+        for i, (work, entries) in enumerate(attention_steps()):
+            batch = own.batch(_plan(context.rank, entries))
+            for entry in batch.entries:
+                entry.sequence.key_LKSD.normal_(), entry.sequence.value_LKSD.normal_()
+            x_nH = torch.randn(work[0], tiny.config.hidden)
+            layer = i % tiny.config.num_layers
+            operations[name, work] = clocked(partial(_untracked, own.attention.block, layer, x_nH, batch))
     return operations
 
 
@@ -99,14 +107,14 @@ def _around(own: OwnRequests, plan: StepPlan, logits_NV: Tensor) -> None:
     own.sampled(batch, logits_NV)
 
 
-def _requests(context: RankContext) -> tuple[OwnRequests, TinyModel]:
+def _requests(context: RankContext, shard: HeadShard | None = None) -> tuple[OwnRequests, TinyModel]:
     """Requests as long as any that is timed, of random tokens, on a model of random weights."""
     model = TinyModel()
     longest = max(start + count for _, entries in attention_steps() for _, start, count in entries) + 1
     most = max(len(entries) for _, entries in attention_steps()) + 64
     requests = [Request(i, 0.0, longest, 2) for i in range(most)]
     tokens = torch.randint(0, model.config.vocab_size, (longest + 1,), generator=torch.Generator().manual_seed(0))
-    return OwnRequests(context.rank, TinyAttention(model, longest + 2), requests, tokens, greedy=False), model
+    return OwnRequests(context.rank, TinyAttention(model, longest + 2, shard), requests, tokens, greedy=False), model
 
 
 def _plan(rank: int, entries: list[tuple[int, int, int]]) -> StepPlan:

@@ -2,7 +2,7 @@
 
 What is timed: every transport operation at several sizes, balanced and skewed, the experts over a grid, gate, index work
 and planning by rows; attention, dense layers, shared experts and LM head of the model, all heads and a share; of
-the tiny model also those of its served requests. Never a composed layer; but each as a layer meets it,
+the tiny model also those of its served requests, all heads and a share. Never a composed layer; but each as a layer meets it,
 after other work rather than in a loop of its own (rotation.py).
 Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
 per_row_ns "gate", "permute.a2a_dedup", "plan.semantic", "plan.paper", "attention.token", "head"; host_us.start; skew
@@ -119,8 +119,8 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> N
         cpu_us, slowest_us = float(np.mean([steady(s) for s in cpu_GS])), max(steady(s) for s in wall_GS)
         if key[0] == "experts":
             samples.experts[key[1:]] = (cpu_us, slowest_us)
-        elif key[0] == "attention":
-            samples.attention[key[1]] = cpu_us
+        elif key[0].startswith("attention"):
+            samples.attention.setdefault(key[0], {})[key[1]] = cpu_us
         elif key[0].startswith("blocks.attention"):
             samples.blocks.setdefault(key[0], {})[key[1]] = cpu_us
         elif planned:  # all ranks plan the same step: the slowest counts
@@ -174,7 +174,7 @@ def local_work_task(context: RankContext, run: Run, effort: Effort, predictors: 
     index_work, handled = permute_operations(layers, effort.local_tokens)
     operations |= index_work
     if is_tiny(run.model):
-        operations |= attention_operations(context) | end_operations(context, effort.entries)
+        operations |= attention_operations(context, run.model) | end_operations(context, effort.entries)
     operations |= block_operations(context, run, effort.local_tokens, effort.entries)
     burnt = burnt_memory()
     operations = {key: in_a_layer(operation, burnt) for key, operation in operations.items()}

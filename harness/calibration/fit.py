@@ -33,7 +33,7 @@ CURVE_NAMES = {
 class Samples:
     """Microseconds. collectives[case, ranks][sample]: calls in a row, slowest rank; opening: the first two after a barrier.
     experts[active, rows each]: (CPU while all ranks work, wall of the slowest), means; local[what, tokens]: (rows
-    handled, mean); attention[tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny
+    handled, mean); attention[name][tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny
     model); raw[operation][rank][sample]: of local work."""
 
     collectives: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Samples:
     raw: dict[tuple[Any, ...], list[list[float]]] = field(default_factory=dict)
     experts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     local: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    attention: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    attention: dict[str, dict[tuple[int, int, int, int], float]] = field(default_factory=dict)
     blocks: dict[str, dict[tuple[int, int, int, int], float]] = field(
         default_factory=dict
     )  # the same by name, any model
@@ -156,15 +156,21 @@ def fit_local(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
     return host_us, per_row_ns
 
 
-ATTENTION_TERMS = ("attention.token", "attention.sequence", "attention.pair", "attention.kv")
-
-
 def fit_attention(samples: Samples) -> tuple[dict[str, float], dict[str, float]]:
-    """(host_us, per_row_ns) of an attention block: fixed, and by token, request, prefill pair and key of a decode."""
-    if not samples.attention:
-        return {}, {}
-    fixed, *by_work = linear_in_work(samples.attention)
-    return {"attention.block": fixed}, dict(zip(ATTENTION_TERMS, (1e3 * by for by in by_work), strict=True))
+    """(host_us, per_row_ns) of attention blocks: fixed, and by token, request, prefill pair and key of a decode."""
+    host_us: dict[str, float] = {}
+    per_row_ns: dict[str, float] = {}
+    for name, points in samples.attention.items():
+        fixed, *by_work = linear_in_work(points)
+        block, *terms = attention_terms(name)
+        host_us[block] = fixed
+        per_row_ns |= {term: 1e3 * by for term, by in zip(terms, by_work, strict=True)}
+    return host_us, per_row_ns
+
+
+def attention_terms(name: str) -> list[str]:
+    """ "attention.tp4" -> ["attention.block.tp4", "attention.token.tp4", ...]: the fixed term, then those of the work."""
+    return [name.replace("attention", f"attention.{part}", 1) for part in ("block", *BLOCK_WORK)]
 
 
 BLOCK_WORK = ("token", "sequence", "pair", "kv")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .fit import ATTENTION_TERMS, BLOCK_WORK, Samples, balanced_and_skewed, block_term, points_of, steady
+from .fit import BLOCK_WORK, Samples, attention_terms, balanced_and_skewed, block_term, points_of, steady
 from .skew import held_out_errors
 
 BUSY_LOAD = 0.3  # load average a core, before the calibration adds its own, above which its figures are doubtful
@@ -41,12 +41,11 @@ def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[Res
             handled, taken_us = points_of(samples, what)
             fit_us = cluster["host_us"][what] + cluster["per_row_ns"][what] * handled / 1e3
             lines.append(_line(what, 100 * np.abs(fit_us / taken_us - 1), "%, fixed + rows against measured"))
-    if samples.attention:
-        terms = [cluster["host_us"]["attention.block"], *(cluster["per_row_ns"][t] / 1e3 for t in ATTENTION_TERMS)]
-        errors = [abs(float(np.dot(terms, (1, *work))) / us - 1) for work, us in samples.attention.items()]
-        lines.append(_line("attention", 100 * np.array(errors), "%, linear in its work against measured"))
-    for name, points in samples.blocks.items():
-        terms = [cluster["host_us"][name], *(cluster["per_row_ns"][block_term(name, w)] / 1e3 for w in BLOCK_WORK)]
+    named = {name: attention_terms(name) for name in samples.attention}
+    named |= {name: [name, *(block_term(name, work) for work in BLOCK_WORK)] for name in samples.blocks}
+    for name, points in (samples.attention | samples.blocks).items():
+        fixed, *by_work = named[name]
+        terms = [cluster["host_us"][fixed], *(cluster["per_row_ns"][term] / 1e3 for term in by_work)]
         errors = [abs(float(np.dot(terms, (1, *work))) / us - 1) for work, us in points.items()]
         lines.append(_line(name, 100 * np.array(errors), "%, linear in its work against measured"))
     shared = -(-ranks // max(int(cluster["cores"]), 1))  # ranks on the fullest core

@@ -37,7 +37,7 @@ def check_full(full: FullModel, planner: StepPlanner) -> tuple[float, float | No
         routed = planner.route(*plan.token_rows(TokenRows.of(full.own.requests)))
         with poisoned():
             logits_NV = full.step(plan, routed).logits_NV
-        mine_N = np.flatnonzero(plan.rank_N == full.context.rank)
+        mine_N = np.flatnonzero(plan.rank_N == full.own.queue)
         seen += [(int(plan.request_N[i]), int(plan.kv_len_N[i]), row) for i, row in zip(mine_N, logits_NV, strict=True)]
     tokens = {request: sequence.tokens_S for request, sequence in full.own.sequences.items()}
     full.own.sequences.clear()
@@ -51,25 +51,29 @@ def check_full(full: FullModel, planner: StepPlanner) -> tuple[float, float | No
     limit = max(LOGITS_TOLERANCE if d == "fp32" else LAYERS_ADD_UP * TOLERANCE[d] for d in dtypes(full))
     if not error <= limit:
         raise UserError(
-            f"full_model/{full.spec.dispatcher}: logits differ from the single-process model by {error:.3g} (relative norm; "
-            f"at most {limit:g} is right): a fault of the data plane or of a KV cache, so nothing was timed"
+            f"full_model/{full.spec.flow}/{full.spec.dispatcher or 'none'}: logits differ from the single-process model by "
+            f"{error:.3g} (relative norm; at most {limit:g} is right): a fault of the data plane, a head shard or a KV cache, "
+            "so nothing was timed"
         )
     return error, None if full.greedy else flips / total
 
 
 def sample_plans(full: FullModel) -> list[StepPlan]:
-    """First requests dealt to the ranks in turn: half of each prompt, the other half, one decode token."""
-    sampled = full.own.requests[: 2 * full.context.ranks]
+    """First requests, dealt to the queues in turn: half of each prompt, the other half, one decode token."""
+    ranks, limit = full.context.ranks, int(full.run.cfg["serving"]["max_batch_tokens"])
+    queues = ranks if full.spec.flow == "dp" else 1
+    each = min(2 * ranks // queues, limit)  # requests of a queue
+    sampled = full.own.requests[: each * queues]
     ids = np.arange(len(sampled))
     inputs_N = np.array([r.prompt_len + r.output_len - 1 for r in sampled])
-    prompt_N = np.minimum([r.prompt_len for r in sampled], SAMPLE_TOKENS)
+    prompt_N = np.minimum([r.prompt_len for r in sampled], min(SAMPLE_TOKENS, 2 * (limit // each)))
     cuts = [np.zeros_like(ids), prompt_N // 2, prompt_N, np.minimum(prompt_N + 1, inputs_N - 1)]
     plans = []
     for index, phase in enumerate((PREFILL, PREFILL, DECODE)):
         count_N = cuts[index + 1] - cuts[index]
         kept = count_N > 0
         if kept.any():
-            columns = (ids % full.context.ranks, ids, np.full_like(ids, phase), cuts[index], count_N)
+            columns = (ids % queues, ids, np.full_like(ids, phase), cuts[index], count_N)
             plans.append(StepPlan(index, *(column[kept].astype(np.int64) for column in columns)))
     return plans
 

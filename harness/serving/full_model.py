@@ -1,11 +1,15 @@
-"""The whole forward pass of the tiny model on attention data-parallel ranks: scope=full_model of a served run.
+"""The whole forward pass of the tiny model on every rank of a served run: scope=full_model, workload=serve.
 
-Every rank holds the attention weights and, for the requests of its own queue, their KV caches; MoE layers are shared:
+    dp     embed own tokens -> 6 x [ attention of own requests -> MoELayer (all ranks together) ] -> LM head of own requests
+    tp_*   embed all tokens -> 6 x [ own heads of all requests, a partial sum -> MoELayer ] -> LM head of all requests
 
-    embed own tokens -> 6 x [ attention of own requests -> MoELayer (all ranks together) ] -> LM head of each entry's last
+In dp a rank keeps the KV caches of the requests of its queue; without tokens it takes part in MoE layers only. In tp flows
+it keeps its heads' share of all requests, and the MoELayer sums, adds the residual and normalises on its way, as in
+blocks.py. There all ranks end a step with the same rows, bit for bit, so each computes the whole LM head and decides the
+same tokens: no collective beyond those of the layers.
 
 Input tokens (measure.tokens): "forced", the trace's, and experts too, so that the counted Traffic is that of the trace;
-"greedy", the most likely one of the step before, routed by the gate. A rank without tokens takes part in MoE layers only.
+"greedy", the most likely one of the step before, routed by the gate (homes stay those that tp_shuffled plans for the trace).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from semmoe.planning import RoutedStep
 from semmoe.run import Run
 from semmoe.serving import StepPlan
 
+from ..blocks.head_shard import HeadShard
 from ..counting import Counter
 from ..feeds import Feed
 from ..layer import Routes
@@ -39,7 +44,7 @@ TOKENS = ("forced", "greedy")
 
 @dataclass(frozen=True, eq=False)
 class FullStepResult(StepResult):
-    """logits_NV: of the last token of each entry of this rank."""
+    """logits_NV: of the last token of each entry of this rank's queue."""
 
     logits_NV: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -73,15 +78,17 @@ class FullModel(Stack):
         self.model = cast(TinySource, self.feed).tiny.model.to(self.dtype)
         self.greedy = run.cfg["measure"]["tokens"] == "greedy"
         requests, token_id_T = run.workload.requests, torch.from_numpy(run.heldout.token_id_T.astype(np.int64))
-        self.attention = TinyAttention(self.model, max(r.prompt_len + r.output_len for r in requests))
-        self.own = OwnRequests(context.rank, self.attention, requests, token_id_T, self.greedy)
+        dp = run.spec.flow == "dp"
+        shard = None if dp else HeadShard(run.model, context.rank, context.ranks)
+        self.attention = TinyAttention(self.model, max(r.prompt_len + r.output_len for r in requests), shard)
+        self.own = OwnRequests(context.rank if dp else 0, self.attention, requests, token_id_T, self.greedy)
 
     def make_feed(self) -> Feed:
         return TinySource()
 
     @torch.no_grad()
     def step(self, plan: StepPlan, routed: RoutedStep) -> FullStepResult:
-        """One forward pass of this rank's entries, together with all other ranks'."""
+        """One forward pass of the entries of this rank's queue, together with all other ranks."""
         self.timer.reset()
         self.transport.counter.reset()
         attention_ns, layer_ns = [], []
@@ -90,13 +97,14 @@ class FullModel(Stack):
         batch = self.own.batch(plan)
         slots_nLk = None if self.greedy else torch.from_numpy(routed.slots_TLk[batch.mine_n].astype(np.int64))
         x_nH = self.attention.embed(batch)
-        for layer, moe in enumerate(self.layers):
+        for layer in range(len(self.layers)):
             start = perf_counter_ns()
-            rows_nH = x_nH
+            stream_nH = rows_nH = x_nH
             if batch.entries:
-                x_nH, rows_nH = self.attention.block(layer, x_nH, batch)
+                stream_nH, rows_nH = self.attention.block(layer, x_nH, batch)
             middle = perf_counter_ns()
-            x_nH = x_nH + moe.forward(rows_nH, None if slots_nLk is None else Routes(slots_nLk[:, layer])).y
+            routes = None if slots_nLk is None else Routes(slots_nLk[:, layer])
+            x_nH = self._moe(layer, stream_nH, rows_nH, routes, routed)
             attention_ns.append(middle - start)
             layer_ns.append(perf_counter_ns() - middle)
         logits_NV = self.attention.head(x_nH, batch)
@@ -106,18 +114,28 @@ class FullModel(Stack):
         kept = Counter(counter.rank, counter.ranks, counter.layers)
         return FullStepResult(layer_ns, self.timer.marks_L, step_ns, kept, attention_ns, logits_NV)
 
+    def _moe(self, layer: int, stream_nH: Tensor, rows_nH: Tensor, routes: Routes | None, routed: RoutedStep) -> Tensor:
+        """The residual stream behind a MoE layer."""
+        moe = self.layers[layer]
+        if self.spec.flow == "dp":
+            return stream_nH + moe.forward(rows_nH, routes).y
+        homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
+        norm_H = self.attention.layers[layer].post_attention_norm.weight
+        return moe.forward(rows_nH, routes, homes_T, residual_TH=stream_nH, norm_H=norm_H).y
+
 
 def _check(run: Run) -> None:
     tokens = run.cfg["measure"]["tokens"]
     if tokens not in TOKENS:
         raise UserError(f"measure.tokens='{tokens}' must be one of {', '.join(TOKENS)}")
-    if run.spec.flow != "dp":
-        raise UserError(f"scope=full_model with flow={run.spec.flow}: the harness runs whole models in flow=dp only")
     config, model, trace = TinyConfig(), run.model, run.heldout
-    ours = (config.hidden, config.num_layers, config.num_experts, config.top_k, config.vocab_size)
-    theirs = (model.hidden, trace.num_layers, trace.num_experts, trace.top_k, trace.vocab_size)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    ours = (config.hidden, config.num_layers, config.num_experts, config.top_k, config.vocab_size, *heads)
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    theirs = (model.hidden, trace.num_layers, trace.num_experts, trace.top_k, trace.vocab_size, *heads)
     if ours != theirs:
         raise UserError(
-            "scope=full_model runs the tiny model as it is (hidden, layers, experts, top-k, vocabulary: "
-            f"{ours}), but model={model.name} and its trace have {theirs}; use scope=moe_layers"
+            "workload=serve with scope=full_model runs the tiny model as it is (hidden, layers, experts, top-k, vocabulary, "
+            f"heads, key-value heads, head size: {ours}), but model={model.name} and its trace have {theirs}; use "
+            "scope=moe_layers or workload=batches"
         )

@@ -1,5 +1,7 @@
 """What one rank keeps of the requests of its queue while a whole model serves them: inputs and KV caches.
 
+In dp every rank has a queue and all heads; in the tp flows all ranks work on one queue, each with its heads and their KV.
+
 Letters: n tokens of this rank in the step, N entries (or query heads, in TinyAttention), K key-value heads, D head size,
 S positions of a request.
 """
@@ -18,12 +20,14 @@ from torch.nn import functional
 
 from semmoe.serving import Request, StepPlan
 
+from ..blocks.head_shard import HeadShard, elements
+from ..models import tiny
 from ..models.tiny import Layer, TinyModel, rotary_tables, rotate
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in progress. tokens_S: its inputs, of which `known` are decided; caches [L, K, S, D]."""
+    """A request in progress. tokens_S: its inputs, of which `known` are decided; caches [L, K, S, D] of own heads."""
 
     tokens_S: Tensor
     known: int
@@ -54,11 +58,15 @@ class Batch:
 
 
 class TinyAttention:
-    """The tiny model but for its MoE layers, over the entries of one rank, each with its own cache."""
+    """The tiny model but for its MoE layers, over the entries of one queue, each with its own cache.
 
-    def __init__(self, model: TinyModel, positions: int) -> None:
-        self.model, self.config = model, model.config
+    shard: this rank's heads in a tp flow, whose output is its part of a sum over ranks; None: all heads (dp)."""
+
+    def __init__(self, model: TinyModel, positions: int, shard: HeadShard | None = None) -> None:
+        self.model, self.config, self.shard = model, model.config, shard
         self.layers = [cast(Layer, layer) for layer in model.layers]
+        self._projections = [_projections(layer.attention, shard) for layer in self.layers]
+        self._kv_heads = shard.num_kv_heads if shard else model.config.num_kv_heads
         dtype = model.embed_VH.dtype
         self.cos_SD, self.sin_SD = (table.to(dtype) for table in rotary_tables(self.config, 0, positions))
         self.dtype = dtype
@@ -73,18 +81,28 @@ class TinyAttention:
 
     def new_sequence(self, tokens_S: Tensor, known: int) -> Sequence:
         config = self.config
-        shape = (config.num_layers, config.num_kv_heads, len(tokens_S), config.head_dim)
+        shape = (config.num_layers, self._kv_heads, len(tokens_S), config.head_dim)
         return Sequence(tokens_S, known, *(torch.empty(shape, dtype=self.dtype) for _ in range(2)))
 
     def block(self, layer: int, x_nH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(x + attention(norm(x)), that normalised for the MoE layer); the new keys and values are kept."""
+        """(residual stream, what the MoE layer gets): in dp x + attention(norm(x)) and that normalised; with a share of the
+        heads x itself and their part of the attention's output."""
+        part_nH = self._attend(layer, x_nH, batch)
+        if self.shard is not None:
+            return x_nH, part_nH
+        x_nH = x_nH + part_nH
+        return x_nH, self.layers[layer].post_attention_norm(x_nH)
+
+    def _attend(self, layer: int, x_nH: Tensor, batch: Batch) -> Tensor:
+        """Attention of own heads, projected; their new keys and values are kept."""
         norm, attention = self.layers[layer].input_norm, self.layers[layer].attention
+        q_OH, k_OH, v_OH, o_HO = self._projections[layer]
         heads = (len(x_nH), -1, self.config.head_dim)
         tables = self.cos_SD[batch.position_n, None], self.sin_SD[batch.position_n, None]
         rows_nH = norm(x_nH)
-        query_nND = rotate(attention.q_norm(attention.q_proj(rows_nH).view(heads)), *tables)
-        key_nKD = rotate(attention.k_norm(attention.k_proj(rows_nH).view(heads)), *tables)
-        value_nKD = attention.v_proj(rows_nH).view(heads)
+        query_nND = rotate(attention.q_norm(functional.linear(rows_nH, q_OH).view(heads)), *tables)
+        key_nKD = rotate(attention.k_norm(functional.linear(rows_nH, k_OH).view(heads)), *tables)
+        value_nKD = functional.linear(rows_nH, v_OH).view(heads)
         out_nND = torch.empty_like(query_nND)
         for entry in batch.entries:
             sequence, part = entry.sequence, entry.part
@@ -99,29 +117,38 @@ class TinyAttention:
                 enable_gqa=True,
             )
             out_nND[part] = out[0].transpose(0, 1)
-        x_nH = x_nH + attention.o_proj(out_nND.flatten(1))
-        return x_nH, self.layers[layer].post_attention_norm(x_nH)
+        return functional.linear(out_nND.flatten(1), o_HO)
+
+
+def _projections(attention: tiny.Attention, shard: HeadShard | None) -> list[Tensor]:
+    """q, k, v [heads * D, H] and o [H, heads * D] of own heads."""
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    q_OH, k_OH, v_OH, o_HO = (projection.weight.detach() for projection in projections)
+    if shard is None:
+        return [q_OH, k_OH, v_OH, o_HO]
+    heads, kv = (elements(own, shard.model.head_dim) for own in (shard.heads, shard.kv_heads))
+    return [q_OH[heads], k_OH[kv], v_OH[kv], o_HO[:, heads].contiguous()]
 
 
 class OwnRequests:
-    """Sequences of the requests that `rank` serves, made when a plan first names them, forgotten after their last token.
+    """Sequences of the requests of `queue`, made when a plan first names them, forgotten after their last token.
 
     greedy: output tokens are those sampled here; else all inputs are the trace's (token_id_T, from Request.token_start).
     """
 
     def __init__(
-        self, rank: int, attention: TinyAttention, requests: Several[Request], token_id_T: Tensor, greedy: bool
+        self, queue: int, attention: TinyAttention, requests: Several[Request], token_id_T: Tensor, greedy: bool
     ) -> None:
-        self.rank, self.attention, self.requests = rank, attention, requests
+        self.queue, self.attention, self.requests = queue, attention, requests
         self.token_id_T, self.greedy = token_id_T, greedy
         self.sequences: dict[int, Sequence] = {}
 
     def batch(self, plan: StepPlan) -> Batch:
-        """This rank's entries of a step."""
+        """The queue's entries of a step."""
         first_N = np.cumsum(plan.count_N) - plan.count_N
         entries: list[Entry] = []
         rows, size = [np.zeros(0, dtype=np.int64)], 0
-        for i in np.flatnonzero(plan.rank_N == self.rank):
+        for i in np.flatnonzero(plan.rank_N == self.queue):
             request, start, count = int(plan.request_N[i]), int(plan.start_N[i]), int(plan.count_N[i])
             if request not in self.sequences:
                 self.sequences[request] = self._new_sequence(request)

@@ -15,8 +15,9 @@ marked "assumed". Every term of a rank is fixed + per_row * rows:
     host_us.eager_layer  host time to issue the kernels of one layer without a CUDA graph (scope full_model)
     host_us.attention shortest attention kernel of a layer (scope full_model)
 
-Measured whole-model terms of a rank (scope full_model, attention-DP, the model that the calibration names by
-expert_grid_shape); without them, attention and LM head are rooflines:
+Measured whole-model terms of a rank (served runs of scope full_model, the model that the calibration names by
+expert_grid_shape), those of attention also with a share of the heads over G ranks (tp flows): attention.block.tpG, ...
+Without them, attention and LM head are rooflines:
 
     host_us.attention.block  fixed part of an attention block  per_row_ns.attention.token     per token
         per_row_ns.attention.sequence  per request in the step

@@ -138,7 +138,7 @@ class CostModel:
             head_us = slowest(self._alike(self._blocks.head_us(load.sequences_G)), self.cluster.cores)
             return (dense_us + head_us) / 1e3
         if self._whole:
-            return (dense_us + slowest(self._whole.around_us(load), self.cluster.cores)) / 1e3
+            return (dense_us + slowest(self._alike(self._whole.around_us(load)), self.cluster.cores)) / 1e3
         head_us = slowest(self._alike(self._dense.head_us(load.sequences_G)), self.cluster.cores)
         return (dense_us + head_us + float(self.cluster.host_us.get("step", 200.0))) / 1e3
 

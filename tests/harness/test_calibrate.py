@@ -16,9 +16,9 @@ from harness.calibration.attention import attention_steps  # noqa: E402
 from harness.calibration.collect import Effort, expert_grid_points  # noqa: E402
 from harness.calibration.collectives import Case, exchange_sizes, home_sizes  # noqa: E402
 from harness.calibration.fit import (  # noqa: E402
-    ATTENTION_TERMS,
     BLOCK_WORK,
     Samples,
+    attention_terms,
     block_term,
     curves_of,
     fit_attention,
@@ -77,7 +77,8 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     predictors = {"token_table", "device_ngram", "paper", "fusion", "oracle"}
     assert set(spec.host_us) >= {f"plan.{name}" for name in schedulers | predictors}
     by_work = {block_term(name, work) for name in raw_names(raw) for work in BLOCK_WORK}
-    assert spec.host_us.keys() | set(ATTENTION_TERMS) | by_work >= spec.per_row_ns.keys()
+    by_work |= {*attention_terms("attention"), *attention_terms("attention.tp2")}
+    assert spec.host_us.keys() | by_work >= spec.per_row_ns.keys()
     assert spec.expert_grid_shape == (128, 32)
     active, rows = {a for _, a, _ in spec.expert_grid}, {r / a for r, a, _ in spec.expert_grid}
     assert len(spec.expert_grid) == len(active) * len(rows), "every pair of the grid"
@@ -106,17 +107,20 @@ def test_calibrated_times_grow_with_the_work(calibrated):
 def test_a_full_model_is_calibrated_by_its_single_operations(calibrated):
     content, raw, _ = calibrated
     fixed_us, by_ns = content["host_us"], content["per_row_ns"]
-    assert {"attention.block", "head", "step"} <= fixed_us.keys()
-    assert {*ATTENTION_TERMS, "head", "step"} <= by_ns.keys()
-    assert len(raw["attention_us"]) == len(list(attention_steps())) and all(us > 0 for *_, us in raw["attention_us"])
+    assert {"head", "step"} <= fixed_us.keys() & by_ns.keys()
     spec, model = ClusterSpec.from_dict(content), build().model
-    whole = WholePass.of(spec, model, attention_tp=1)
-    assert whole is not None and whole.mark == "measured"
-    work = np.array([work for work, _ in attention_steps()], dtype=np.float64).T
-    load = AttentionLoad(work[0], work[1], work[2], work[3])
-    measured_us = np.array([us for *_, us in raw["attention_us"]])
-    assert np.median(np.abs(whole.time_us(load) / measured_us - 1)) < 0.5, "the simulator reads what was fitted"
-    assert WholePass.of(spec, model, attention_tp=2) is None
+    for ranks, name in ((1, "attention"), (2, "attention.tp2")):
+        fixed, *by_work = attention_terms(name)
+        assert fixed in fixed_us and set(by_work) <= by_ns.keys()
+        points = np.array([point for told, *point in raw["attention_us"] if told == name])
+        assert len(points) == len(list(attention_steps())) and (points[:, 4] > 0).all()
+        whole = WholePass.of(spec, model, attention_tp=ranks)
+        assert whole is not None and whole.mark == "measured"
+        predicted_us = whole.time_us(AttentionLoad(*points[:, :4].T))
+        assert np.median(np.abs(predicted_us / points[:, 4] - 1)) < 0.5, "the simulator reads what was fitted"
+        one, eight = (whole.around_us(AttentionLoad(*np.full((4, 1), float(n)))) for n in (1, 8))
+        assert eight > one > 0
+    assert WholePass.of(spec, model, attention_tp=4) is None, "not measured with 4 ranks"
     assert WholePass.of(spec, model.scaled(0.5), attention_tp=1) is None, "another model's terms"
 
 
@@ -143,9 +147,12 @@ def test_blocks_of_any_model_are_calibrated_with_all_heads_and_with_a_share(cali
 def test_attention_fit_recovers_known_costs():
     work = [work for work, _ in attention_steps()]
     cost_us = np.array([120.0, 3.0, 40.0, 0.02, 0.05])
-    samples = Samples(attention={w: float(cost_us @ (1, *w)) for w in work})
+    whole = {w: float(cost_us @ (1, *w)) for w in work}
+    samples = Samples(attention={"attention": whole, "attention.tp4": {w: us / 4 for w, us in whole.items()}})
     host_us, per_row_ns = fit_attention(samples)
-    assert [host_us["attention.block"], *(per_row_ns[t] / 1e3 for t in ATTENTION_TERMS)] == pytest.approx(cost_us)
+    for name, share in (("attention", 1), ("attention.tp4", 4)):
+        fixed, *by_work = attention_terms(name)
+        assert [host_us[fixed], *(per_row_ns[t] / 1e3 for t in by_work)] == pytest.approx(cost_us / share)
     assert fit_attention(Samples()) == ({}, {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.measure import measure_run  # noqa: E402
+from harness.measure import check_measurable, measure_run  # noqa: E402
 from harness.models.checkpoint import load_model  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
 from harness.serving import full_model  # noqa: E402
@@ -32,13 +33,20 @@ SMALL = (
     "workload.max_output=6",
     "serving.max_batch_tokens=96",
 )
-# rank, request, phase, start, count: chunks of three prompts, a step in which rank 1 idles, decode, request 0 restarted
+FLOWS = {
+    "tp_replicated": ("flow=tp_replicated", "dispatcher=none"),
+    "tp_scattered": ("flow=tp_scattered", "dispatcher=a2a_assignment"),
+    "tp_shuffled": ("flow=tp_shuffled", "token_scheduler=sort_cut", "transport=shared"),
+}
+# queue (dp: a rank; tp flows have one), request, phase, start, count: chunks of three prompts, a step in which rank 1 idles,
+# decode beside prefill, request 0 restarted, one token alone
 STEPS = [
     [(0, 0, PREFILL, 0, 7), (0, 2, PREFILL, 0, 1), (1, 1, PREFILL, 0, 12)],
     [(0, 0, PREFILL, 7, 9), (0, 2, PREFILL, 1, 5)],
     [(0, 2, PREFILL, 6, 10), (1, 1, PREFILL, 12, 4)],
     [(0, 0, PREFILL, 0, 16), (1, 1, DECODE, 16, 1), (0, 2, DECODE, 16, 1)],
     [(0, 0, DECODE, 16, 1), (1, 1, DECODE, 17, 1), (0, 2, DECODE, 17, 1)],
+    [(0, 0, DECODE, 17, 1)],
 ]
 PROMPT = 16
 
@@ -58,15 +66,18 @@ def one_thread() -> Iterator[None]:
 
 
 def step_task(context: RankContext, run: Run) -> list[tuple[int, int, list[int], Any]]:
-    """(request, position of the last token, inputs so far, logits) of every entry of this rank in STEPS."""
+    """(request, position of the last token, inputs so far, logits) of every entry of this rank's queue in STEPS."""
     full, planner = FullModel(context, run), run.planner()
     rows = TokenRows.of(run.workload.requests)
     seen = []
-    for index, entries in enumerate(STEPS):
+    for index, steps in enumerate(STEPS):
+        entries = [(queue if run.spec.flow == "dp" else 0, *entry) for queue, *entry in steps]
         plan = StepPlan(index, *np.array(entries, dtype=np.int64).T)
         result = full.step(plan, planner.route(*plan.token_rows(rows)))
         assert len(result.attention_ns_L) == len(result.layer_ns_L) == 6
-        mine = [entry for entry in entries if entry[0] == context.rank]
+        if run.spec.flow == "tp_scattered" and plan.num_tokens == 1 and context.rank:
+            assert {counts.homes for counts in result.counter.layers} == {0}, "a rank without tokens"
+        mine = [entry for entry in entries if entry[0] == full.own.queue]
         for (_, request, _, start, count), logits in zip(mine, result.logits_NV, strict=True):
             tokens = full.own.sequences[request].tokens_S[: start + count].tolist()
             seen.append((request, start + count, tokens, logits.numpy()))
@@ -90,8 +101,25 @@ def test_greedy_logits_and_tokens_are_those_of_one_process(pool: RankPool, dispa
     run = small(
         "measure.tokens=greedy", *f"dispatcher={dispatcher}".split(","), f"transport={transport}", "placement=random"
     )
+    assert_greedy(run, [row for of_rank in pool.run(step_task, run) for row in of_rank])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_share_the_heads_all_decide_the_tokens_of_one_process(pool: RankPool, ranks: int) -> None:
+    with nullcontext(pool) if ranks == pool.ranks else RankPool(ranks) as ranks_pool:
+        for flow in FLOWS.values():
+            run = small("measure.tokens=greedy", *flow, f"ep_size={ranks}", "placement=random")
+            first, *others = ranks_pool.run(step_task, run)
+            assert_greedy(run, first)
+            for of_rank in others:
+                for (*entry, logits), (*same, first_logits) in zip(of_rank, first, strict=True):
+                    assert entry == same
+                    np.testing.assert_array_equal(logits, first_logits)
+
+
+def assert_greedy(run: Run, seen: list[tuple[int, int, list[int], Any]]) -> None:
+    """All entries of STEPS, with the logits of the model in one process and the tokens that it generates."""
     model = load_model()
-    seen = [row for of_rank in pool.run(step_task, run) for row in of_rank]
     assert len(seen) == sum(len(entries) for entries in STEPS)
     for request, position, tokens, logits in seen:
         start = run.workload.requests[request].token_start
@@ -140,13 +168,18 @@ def spoiled_check_task(context: RankContext, run: Run) -> Any:
     return check_full(full, run.planner())
 
 
-def test_a_spoiled_cache_is_noticed_before_anything_is_timed() -> None:
+@pytest.mark.parametrize("flow", [("flow=dp",), FLOWS["tp_shuffled"]])
+def test_a_spoiled_cache_is_noticed_before_anything_is_timed(flow: tuple[str, ...]) -> None:
     with RankPool(2) as pool, pytest.raises(RankError, match="logits differ from the single-process model"):
-        pool.run(spoiled_check_task, build(*SMALL))
+        pool.run(spoiled_check_task, build(*SMALL, *flow))
 
 
-def test_a_served_full_model_gives_measured_times_and_the_traffic_of_its_replay(pool: RankPool, tmp_path: Any) -> None:
-    run = build(*SMALL, "placement=random")
+@pytest.mark.parametrize("flow", [("flow=dp",), *FLOWS.values()])
+def test_a_served_full_model_gives_measured_times_and_the_traffic_of_its_replay(
+    pool: RankPool, tmp_path: Any, flow: tuple[str, ...]
+) -> None:
+    overrides = (*SMALL, *flow, "placement=random", "measure.warmup=0")
+    run = build(*overrides)
     row, log = measure_run(pool, run)
     assert log is not None and row["scope"] == "full_model"
     assert 0 < row["output_error"] < 1e-4
@@ -154,21 +187,36 @@ def test_a_served_full_model_gives_measured_times_and_the_traffic_of_its_replay(
     assert row["step_ms"] > 6 * row["attention_ms"] > 0
     assert row["e2e_ms"] > row["ttft_ms"] > row["tpot_ms"] > 0
     log.save(tmp_path / f"steps-{run.config_id}-r0.npz")
-    replayed = simulate(build(*SMALL, "placement=random", f"replay={tmp_path}"))
+    assert any(set(plan.phase_N.tolist()) == {PREFILL, DECODE} for plan in log.plans), "prefill beside decode"
+    replayed = simulate(build(*overrides, f"replay={tmp_path}"))
     assert replayed["config_id"] == row["config_id"]
     for column in ("tokens", "steps"):
         assert replayed[column] == row[column]
     for column in ("lar", "fan_out", "bytes_per_token"):
-        assert replayed[f"{column}_replayed"] == row[f"{column}_measured"]
+        np.testing.assert_array_equal(replayed[f"{column}_replayed"], row[f"{column}_measured"])
+    for column in ("assignment_pairs", "rank_pairs", "imbalance_per_layer"):
+        assert replayed[column] == row[column]
+
+
+def test_the_check_keeps_to_the_tokens_of_a_step(pool: RankPool) -> None:
+    low_latency = ("dispatcher=low_latency", "dispatcher.dispatch_dtype=fp32", "dispatcher.combine_dtype=fp32")
+    overrides = (*SMALL, "flow=tp_scattered", *low_latency, "workload.num_requests=2", "serving.max_batch_tokens=2")
+    row, _ = measure_run(pool, build(*overrides, "workload.max_prompt=6", "workload.max_output=2", "measure.warmup=0"))
+    assert 0 < row["output_error"] < 1e-4
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("flow=tp_shuffled",), "whole models in flow=dp only"),
         (("measure.tokens=sampled",), "measure.tokens='sampled' must be one of forced, greedy"),
+        (("model.num_heads=8",), "key-value heads, head size: .* use scope=moe_layers or workload=batches"),
+        (("flow=tp_scattered", "cluster=h100x8", "ep_size=8"), "4 attention heads .* use a divisor of 4, or flow=dp"),
+        (("flow=tp_shuffled", "token_scheduler=rehome"), "set scope=moe_layers or another token_scheduler"),
+        (("flow=tp_shuffled", "token_scheduler=priced", "measure.plan=device"), "set scope=moe_layers"),
     ],
 )
 def test_what_a_full_model_cannot_do_is_said(overrides: tuple[str, ...], words: str) -> None:
+    run = build(*SMALL, *overrides)
     with pytest.raises(UserError, match=words):
-        full_model._check(build(*SMALL, *overrides))
+        check_measurable(run)
+        full_model._check(run)
