@@ -5,8 +5,8 @@
 
 In dp a rank keeps the KV caches of the requests of its queue; without tokens it takes part in MoE layers only. In tp flows
 it keeps its heads' share of all requests, and the MoELayer sums, adds the residual and normalises on its way, as in
-blocks.py. There all ranks end a step with the same rows, bit for bit, so each computes the whole LM head and decides the
-same tokens: no collective beyond those of the layers.
+blocks/forward.py. There all ranks end a step with the same rows, bit for bit, so each computes the whole LM head and
+decides the same tokens: no collective beyond those of the layers.
 
 Input tokens (measure.tokens): "forced", the trace's, and experts too, so that the counted Traffic is that of the trace;
 "greedy", the most likely one of the step before, routed by the gate (homes stay those that tp_shuffled plans for the trace).
