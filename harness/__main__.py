@@ -44,7 +44,12 @@ def main() -> int:
 
 def is_experiment(words: Sequence[str]) -> bool:
     """Whether only overrides are given, no command."""
-    return bool(words) and all("=" in word or word in ("-m", "--multirun") for word in words)
+    return bool(words) and all(is_override(word) or word in ("-m", "--multirun") for word in words)
+
+
+def is_override(word: str) -> bool:
+    """key=value, +key=value, or ~group, which Hydra takes away."""
+    return "=" in word or word.startswith("~")
 
 
 def run_folder(words: Sequence[str]) -> str:
@@ -52,7 +57,7 @@ def run_folder(words: Sequence[str]) -> str:
     from semmoe.config import compose_all
     from semmoe.session import folder_of
 
-    return str(folder_of(compose_all([word for word in words if "=" in word], True)[0]))
+    return str(folder_of(compose_all([word for word in words if is_override(word)], True)[0]))
 
 
 if __name__ == "__main__":

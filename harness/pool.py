@@ -27,6 +27,7 @@ import psutil
 
 from semmoe.errors import UserError
 
+from .whereabouts import stacks_of, told
 from .worker import DONE, FAILED, PROGRESS, STOP, work
 
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
@@ -83,6 +84,7 @@ class RankPool:
         # everything that ranks write (rendezvous, shared buffers) lies in one folder, which goes when the pool goes
         self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
         self._children: list[_Child] = []
+        self._descriptors: list[int] = []  # by which ranks say where they are
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
@@ -92,7 +94,7 @@ class RankPool:
                     process.start()
                 theirs.close()  # so that a dead rank's pipe reads as closed
                 self._children.append(_Child(process, ours))
-            self._gather("start-up", START_TIMEOUT_S, None)
+            self._descriptors = self._gather("start-up", START_TIMEOUT_S, None)
         except BaseException:
             self.close()
             raise
@@ -203,11 +205,15 @@ class RankPool:
         return error
 
     def _hung(self, task: str, timeout_s: float, waiting: list[int]) -> RankError:
-        names = ", ".join(str(rank) for rank in waiting)
+        late, places = waiting, ""
+        if self._descriptors:
+            pids = self.pids
+            late, places = told(stacks_of({rank: (pids[rank], self._descriptors[rank]) for rank in waiting}))
         return RankError(
-            waiting[0],
-            f"no answer from rank {names} of {self.ranks} within {timeout_s:g} s during {task}; all ranks were ended "
-            "(a longer measure.timeout_s helps where the machine is only slow)",
+            late[0],
+            f"no answer from rank {', '.join(map(str, late))} of {self.ranks} within {timeout_s:g} s during {task}"
+            f"{places and ': '}{places}; all ranks were ended (a longer measure.timeout_s helps where the machine is only "
+            "slow)",
         )
 
 

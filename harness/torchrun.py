@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
 from semmoe.errors import UserError
 
-from .worker import GROUP_TIMEOUT, RankContext, backends
+from .whereabouts import listen, stacks_of, told
+from .worker import GROUP_TIMEOUT, RankContext, backends, is_broken_connection
+
+Listeners = dict[int, tuple[int, int]]  # ranks of this machine -> (process, descriptor), see whereabouts.py
 
 
 def under_torchrun() -> bool:
@@ -41,7 +46,7 @@ class TorchrunPool:
         if world != ranks:
             raise UserError(f"torchrun gave {world} ranks, the configuration has ep_size={ranks}; make them equal")
         self.ranks = ranks
-        self._context, self._control = _join(timeout_s)
+        self._context, self._control, self._listeners = _join(timeout_s)
         TorchrunPool.opened = True
 
     def run(
@@ -53,7 +58,8 @@ class TorchrunPool:
         self._context.report = progress or (lambda done, total: None)
         dist.broadcast_object_list([pickle.dumps((function, arguments))], src=0, group=self._control)
         results: list[Any] = [None] * self.ranks
-        dist.gather_object(function(self._context, *arguments), results, dst=0, group=self._control)
+        mine = _attended(self._context, self._listeners, function, arguments)
+        dist.gather_object(mine, results, dst=0, group=self._control)
         return results
 
     def close(self) -> None:
@@ -79,7 +85,7 @@ def follow(timeout_s: float = 120.0) -> None:
     """Body of every rank but 0: run what rank 0 sends until it closes. An exception names the rank and ends all."""
     import torch.distributed as dist
 
-    context, control = _join(timeout_s)
+    context, control, listeners = _join(timeout_s)
     while True:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=control)
@@ -87,15 +93,34 @@ def follow(timeout_s: float = 120.0) -> None:
             dist.destroy_process_group()
             return
         function, arguments = pickle.loads(box[0])
-        try:
-            result = function(context, *arguments)
-        except Exception as error:
-            raise UserError(f"rank {context.rank} of {context.ranks}: {type(error).__name__}: {error}") from error
-        dist.gather_object(result, None, dst=0, group=control)
+        dist.gather_object(_attended(context, listeners, function, arguments), None, dst=0, group=control)
 
 
-def _join(timeout_s: float) -> tuple[RankContext, Any]:
-    """(context, control group): commands may be far apart, so they wait in a group with a long limit of its own."""
+def _attended(context: RankContext, listeners: Listeners, function: Callable[..., Any], arguments: Any) -> Any:
+    """function(context, *arguments). UserError that names this rank and the cause, or the rank that it lost."""
+    try:
+        return function(context, *arguments)
+    except Exception as error:
+        raise UserError(_cause(error, context, getattr(function, "__name__", str(function)), listeners)) from error
+
+
+def _cause(error: Exception, context: RankContext, task: str, listeners: Listeners) -> str:
+    where = f"rank {context.rank} of {context.ranks}"
+    if isinstance(error, UserError):
+        return f"{where}: {error}"
+    text = f"{type(error).__name__}: {error}"
+    if not is_broken_connection(error):
+        return f"{where} failed during {task}: {text}\n{traceback.format_exc()}"
+    late, places = told(stacks_of({rank: at for rank, at in listeners.items() if rank != context.rank}))
+    names = ", ".join(map(str, late)) or "on another machine"
+    return (
+        f"{where} has no answer from rank {names} during {task}: {places or 'it cannot be asked'} ({text.splitlines()[0]}; a "
+        "longer measure.timeout_s helps where the machine is only slow)"
+    )
+
+
+def _join(timeout_s: float) -> tuple[RankContext, Any, Listeners]:
+    """(context, control group, listeners): commands may be far apart, so they wait in a group with a long limit of its own."""
     import torch
     import torch.distributed as dist
 
@@ -113,4 +138,7 @@ def _join(timeout_s: float) -> tuple[RankContext, Any]:
             "--master-port where the port is taken), or unset RANK"
         ) from None
     control = dist.new_group(timeout=GROUP_TIMEOUT, backend="gloo")
-    return RankContext(dist.get_rank(), dist.get_world_size()), control
+    here: list[Any] = [None] * world
+    dist.all_gather_object(here, (socket.gethostname(), (os.getpid(), listen())), group=control)
+    listeners = {other: at for other, (host, at) in enumerate(here) if host == here[rank][0]}
+    return RankContext(rank, world), control, listeners

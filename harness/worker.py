@@ -18,6 +18,8 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from .whereabouts import listen
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -74,7 +76,7 @@ def work(rank: int, ranks: int, pipe: Connection, scratch: str, folder: str, env
         sys.path.insert(0, folder)  # plug-ins in the user's working directory
     try:
         join_local_group(rank, ranks, os.path.join(scratch, "rendezvous"))
-        pipe.send((DONE, None))
+        pipe.send((DONE, listen()))
     except BaseException as error:
         _send_failure(pipe, error)
         return

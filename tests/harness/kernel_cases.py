@@ -128,8 +128,9 @@ def check_virtual_barrier_refused() -> None:
         raise AssertionError("a barrier among virtual ranks was allowed")
 
 
-def rounds(ranks: int, number: int, barrier: bool, exit_barrier: bool) -> int:
-    """SRS then SAG over shared memory, `number` rounds with other values, homes and delays each; rounds that were wrong.
+def rounds(ranks: int, number: int, barrier: bool, exit_barrier: bool, first: int = 0) -> int:
+    """SRS then SAG over shared memory, `number` rounds with other values, homes and delays each; rounds that were wrong. first:
+    the number of the first, so that calls one after another go on with new ones.
 
     Buffers X and Z are apart, so that one entry barrier a kernel must be enough. Without a barrier every second round
     rank 0 comes late on purpose.
@@ -142,8 +143,8 @@ def rounds(ranks: int, number: int, barrier: bool, exit_barrier: bool) -> int:
     tokens, rank, wrong = 9, transport.rank, 0
     x, z = (transport.alloc(tokens, HIDDEN, torch.float32) for _ in range(2))
     state = make_barrier(transport, blocks=2, spin_limit=200_000) if barrier else None
-    late = random.Random(rank)
-    for index in range(number):
+    late = random.Random(1000 * first + rank)
+    for index in range(first, first + number):
         rng = np.random.default_rng(index)
         homes_T = np.ones(tokens, int) if index % 3 == 2 else rng.integers(0, ranks, tokens)
         plan = ShufflePlan.from_homes(homes_T, ranks)

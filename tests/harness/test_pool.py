@@ -100,7 +100,11 @@ def test_progress_is_reported_and_keeps_a_slow_task_alive(pool, monkeypatch):
     [
         ("kill", ["rank 1 of 2", "SIGKILL", "wait_together"]),
         ("raise", ["rank 1 of 2", "ValueError: a fault of its own", "wait_together"]),
-        ("stop", ["no answer from rank", "1", "within 3 s"]),
+        (
+            "hang",
+            ["no answer from rank 1 of 2 within 3 s during wait_together: rank 1 is in wait_together (test_pool.py:"],
+        ),
+        ("stop", ["no answer from rank 1 of 2 within 3 s", "rank 1 has ended or is stopped"]),
     ],
 )
 def test_trouble_in_one_rank_ends_all_and_names_it(how, words):

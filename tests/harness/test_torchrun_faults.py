@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -11,7 +13,9 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from harness import torchrun
+from harness.__main__ import is_experiment
 from harness.torchrun import TorchrunPool, follow, is_follower
+from harness.worker import RankContext
 from semmoe.errors import UserError
 
 
@@ -51,3 +55,31 @@ def test_a_taken_port_and_peers_that_never_come_end_in_one_message(monkeypatch):
     with pytest.raises(UserError, match=r"within 1 s: .*[Tt]imed out.*; start all ranks by one torchrun command"):
         TorchrunPool(2, timeout_s=1.0)
     assert not dist.is_initialized() and not torchrun.TorchrunPool.opened
+
+
+def test_overrides_alone_are_an_experiment_also_those_that_take_a_group_away():
+    assert is_experiment(["experiment=dry_run", "-m", "~token_scheduler", "+token_scheduler={_target_: mine.Mine}"])
+    assert not is_experiment([]) and not is_experiment(["measure", "name=x"]) and not is_experiment(["polices"])
+
+
+def fails(context: RankContext, error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UserError("a.safetensors: tensor x is missing"), r"^rank 2 of 3: a\.safetensors: tensor x is missing$"),
+        (KeyError("x"), r"^rank 2 of 3 failed during fails: KeyError: 'x'\n(.*\n)*Traceback"),
+        (
+            RuntimeError("gloo: Timed out waiting 5000ms\nmore"),
+            r"^rank 2 of 3 has no answer from rank 1 during fails: rank 1 has ended or is stopped "
+            r"\(RuntimeError: gloo: Timed out waiting 5000ms; a longer measure\.timeout_s helps",
+        ),
+    ],
+)
+def test_a_task_that_fails_names_its_rank_or_the_one_that_it_lost(error, said):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(UserError, match=said):
+        torchrun._attended(RankContext(2, 3), {1: (gone.pid, 7), 2: (1, 7)}, fails, (error,))
