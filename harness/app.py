@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -21,18 +22,20 @@ from semmoe.serving.steplog import step_log_path
 from semmoe.session import folder_of
 from semmoe.specs import ClusterSpec
 
-from .calibration.collect import EFFORTS, Effort, collect
+from .calibration.collect import EFFORTS, Effort, Taken, collect, samples_of
 from .calibration.fit import cluster_dict
+from .calibration.planning import fitted_predictors
 from .calibration.residuals import busy_warning, load_1min, residuals, spread, table
 from .environment import environment, usable_cores
 from .measure import how_measured, is_virtual, measure_run
 from .pool import open_pool
 from .preflight import preflight
-from .torchrun import follow, is_follower
+from .torchrun import follow, is_follower, under_torchrun
 
 
 def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """(run, result row) as each is finished, on one pool for all runs of the same number of ranks.
+    """(run, result row) as each is finished, on one pool for all runs of the same number of ranks; repeats on processes of
+    their own, since times of one pool are alike and those of the next are not: their spread is what a prediction can miss by.
 
     A served run's step log is written beside its row before the row is handed out. An error ends the pool; rows that
     were handed out before stay.
@@ -42,16 +45,26 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
         return
     for run in runs:
         how_measured(run, run.ep_size)  # what cannot be measured is said before anything is
-    for (ranks, virtual), group in groupby(runs, key=lambda run: (run.ep_size, is_virtual(run))):
+    told: set[int] = set()  # ranks whose preflight has been printed
+    for (ranks, virtual, _), group in groupby(runs, key=_pool_key):
         members = list(group)
         with open_pool(ranks, max(_timeout_s(run) for run in members), virtual) as pool:
-            print(preflight(pool, members), flush=True)
+            found = preflight(pool, members)
+            if ranks not in told:
+                print(found, flush=True)
+            told.add(ranks)
             for run in members:
                 row, log = measure_run(pool, run)
                 if log is not None:
                     path = step_log_path(folder_of(run.cfg), run.config_id, run.repeat)
                     row["steps_file"] = log.save(path).name
                 yield run, row
+
+
+def _pool_key(run: Run) -> tuple[int, bool, int]:
+    """What the runs of one pool have in common: (ranks, virtual, repeat, where ranks are started for it)."""
+    virtual = is_virtual(run)
+    return run.ep_size, virtual, 0 if virtual or under_torchrun() else run.repeat
 
 
 def calibrate(run: Run, file: str | Path, effort: Effort | None = None) -> Path:
@@ -68,8 +81,7 @@ def calibrate(run: Run, file: str | Path, effort: Effort | None = None) -> Path:
         follow(_timeout_s(run))
         return path
     load = load_1min()
-    with open_pool(run.ep_size, _timeout_s(run)) as pool, _Bars() as bars:
-        samples = collect(pool, run, effort, bars.show)
+    samples = samples_of(_in_pools(run, effort), run.model.num_moe_layers)
     memory_gib = psutil.virtual_memory().total / 2**30
     content = cluster_dict(run, samples, usable_cores(), memory_gib, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
     ClusterSpec.from_dict(content)  # what is written must be readable
@@ -96,6 +108,22 @@ def calibrate(run: Run, file: str | Path, effort: Effort | None = None) -> Path:
     return path
 
 
+def _in_pools(run: Run, effort: Effort) -> list[Taken]:
+    """What each pool of ranks measured; under torchrun, whose ranks are given, all samples come from them."""
+    given = under_torchrun()
+    pools = 1 if given else effort.pools
+    if given:
+        more = {name: getattr(effort, name) * effort.pools for name in ("samples", "local_samples")}
+        effort = replace(effort, **more)
+    predictors, taken = fitted_predictors(run), []
+    with _Bars() as bars:
+        for i in range(pools):
+            bars.of_all = f", ranks started {i + 1} of {pools} times" if pools > 1 else ""
+            with open_pool(run.ep_size, _timeout_s(run)) as pool:
+                taken.append(collect(pool, run, effort, predictors, bars.show))
+    return taken
+
+
 def _effort(name: str) -> Effort:
     if name not in EFFORTS:
         raise UserError(f"measure.calibration='{name}'{nearest(name, EFFORTS)}; {' or '.join(EFFORTS)}")
@@ -107,9 +135,10 @@ class _Bars:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._what = ""
+        self._what = self.of_all = ""
 
     def show(self, what: str, done: int, total: int) -> None:
+        what += self.of_all
         if what != self._what or self._bar is None or total != self._bar.total:
             self.close()
             self._what, self._bar = what, tqdm(total=total, desc=what, delay=2, disable=not sys.stderr.isatty())

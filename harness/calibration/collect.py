@@ -3,7 +3,8 @@
 What is timed: every transport operation at several sizes, balanced and skewed, the experts over a grid, gate, index work
 and planning by rows; attention, dense layers, shared experts and LM head of the model, all heads and a share; of
 the tiny model also those of its served requests, all heads and a share. Never a composed layer; but each as a layer meets it,
-after other work rather than in a loop of its own (rotation.py).
+after other work rather than in a loop of its own (rotation.py). Pools of ranks are started one after another: an exchange
+takes longer in one pool than in the next, by a fifth where ranks share cores, and nobody knows the pool to predict.
 Names of the terms are those that the cost model documents: curves "dispatch.a2a_dedup", "srs", ...; host_us and
 per_row_ns "gate", "permute.a2a_dedup", "plan.semantic", "plan.paper", "attention.token", "head"; host_us.start; skew
 "dispatch.port".
@@ -13,13 +14,14 @@ Sizes of curves count bytes as nccl-tests does: of balanced traffic, the bytes t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from semmoe.dispatch import DispatchSpec
 from semmoe.run import Run
+from semmoe.specs import DTYPE_BYTES
 
 from ..environment import usable_cores
 from ..layer import build_layers
@@ -34,7 +36,7 @@ from .blocks import block_operations
 from .collectives import Case, per_call, time_collectives
 from .fit import Samples, steady
 from .local_work import expert_operations, gate_operations, permute_operations, time_machine
-from .planning import PARTS, Points, fitted_predictors, plan_operations, planning_terms
+from .planning import PARTS, Points, plan_operations, planning_terms
 from .rotation import burnt_memory, in_a_layer, rotate
 from .skew import skewed_cases
 
@@ -62,35 +64,49 @@ class Effort:
     local_tokens: tuple[int, ...] = (8, 32, 128, 384)
     planned_tokens: tuple[int, ...] = (64, 512, 2048)
     entries: tuple[int, ...] = (1, 4, 16)  # requests of a rank in a step, for LM head and bookkeeping
-    samples: int = 8
+    pools: int = 3  # of ranks, started one after another; each takes the samples below
+    samples: int = 4
     inner: int = 8  # calls in a row, more than the OPENING ones, which are kept apart
-    local_samples: int = 10
+    local_samples: int = 4
 
 
 QUICK = Effort()
 THOROUGH = Effort(
     home_rows=(1, 4, 16, 64, 128, 256, 512, 2048),
     sent_rows=(3, 12, 60, 120, 240, 480, 960, 3840),
-    samples=24,
-    inner=8,
-    local_samples=40,
+    pools=6,
+    samples=8,
+    local_samples=8,
 )
 EFFORTS = {"quick": QUICK, "thorough": THOROUGH}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What one pool of ranks measured. parts[rank]: of `local_work_task`; microseconds of collectives as in Samples."""
+
+    parts: list[dict[str, Any]]
+    collectives: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
+    opening: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
+
+
 def collect(
-    pool: Pool, run: Run, effort: Effort = QUICK, progress: Progress = lambda what, done, total: None
-) -> Samples:
+    pool: Pool,
+    run: Run,
+    effort: Effort,
+    predictors: dict[str, Any],
+    progress: Progress = lambda what, done, total: None,
+) -> Taken:
     """Measure everything on the pool. run: gives the model's shape, ranks, placement, dtype and traces."""
-    samples = Samples()
-    predictors = fitted_predictors(run)
     parts = pool.run(
         local_work_task, run, effort, predictors, progress=lambda done, total: progress("local work", done, total)
     )
-    _keep_local(samples, parts, run.model.num_moe_layers)
-    busy_us = work_between_collectives_us(samples, effort)
+    taken = Taken(parts=parts)
+    busy_us = work_between_collectives_us(samples_of([taken], run.model.num_moe_layers), effort)
+    row_bytes = run.model.hidden * DTYPE_BYTES[run.spec.activation_dtype]
+    layer_bytes = int(3 * run.model.expert_ffn * row_bytes) * run.fitted.placement.slots_per_rank
     for members, cases in _collective_cases(effort, pool.ranks):
-        parts = pool.run(
+        ends = pool.run(
             time_collectives,
             str(run.cfg["transport"]["name"]),
             cases,
@@ -99,21 +115,29 @@ def collect(
             effort.inner,
             members,
             busy_us,
+            layer_bytes,
             usable_cores(),
             progress=lambda done, total: progress("collectives", done, total),
         )
         for case in cases:
-            opening_S, call_S = per_call(np.array([part[case] for part in parts[:members]]), effort.inner)
-            samples.opening[case, members], samples.collectives[case, members] = opening_S.tolist(), call_S.tolist()
-    return samples
+            opening_S, call_S = per_call(np.array([end[case] for end in ends[:members]]), effort.inner)
+            taken.opening[case, members], taken.collectives[case, members] = opening_S.tolist(), call_S.tolist()
+    return taken
 
 
-def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> None:
-    """What the ranks found in `local_work_task`: raw samples, and their means over samples and ranks."""
+def samples_of(pools: Sequence[Taken], layers: int) -> Samples:
+    """Samples of all pools together; of local work also means over samples and ranks. layers: MoE layers of the model."""
+    samples = Samples(pools=len(pools))
+    for taken in pools:
+        for key, us in taken.collectives.items():
+            samples.collectives.setdefault(key, []).extend(us)
+            samples.opening.setdefault(key, []).extend(taken.opening[key])
+    parts = pools[0].parts
     handled = {key: float(np.mean([part["handled"][key] for part in parts])) for key in parts[0]["handled"]}
     planning: Points = {}
     for key in parts[0]["times"]:
-        cpu_GS, wall_GS = (np.array([part["times"][key][:, i] for part in parts]) for i in (0, 1))
+        times_GS2 = np.concatenate([[part["times"][key] for part in taken.parts] for taken in pools], axis=1)
+        cpu_GS, wall_GS = times_GS2[..., 0], times_GS2[..., 1]
         planned = key[0].startswith(PARTS)
         samples.raw[key] = (wall_GS if planned else cpu_GS).tolist()
         cpu_us, slowest_us = float(np.mean([steady(s) for s in cpu_GS])), max(steady(s) for s in wall_GS)
@@ -127,13 +151,13 @@ def _keep_local(samples: Samples, parts: list[dict[str, Any]], layers: int) -> N
             planning[key] = (float(key[1]), slowest_us)
         else:  # a name, the tokens, and in permute a part of the whole
             what, tokens = key[:2]
-            rows, before_us = (
-                handled.get((what, tokens), float(tokens)),
-                samples.local.get((what, tokens), (0.0, 0.0))[1],
-            )
+            rows = handled.get((what, tokens), float(tokens))
+            before_us = samples.local.get((what, tokens), (0.0, 0.0))[1]
             samples.local[what, tokens] = (rows, before_us + cpu_us)
     samples.local |= planning_terms(planning, layers)
-    samples.machine = parts[0]["machine"]
+    rates = [taken.parts[0]["machine"] for taken in pools]
+    samples.machine = {name: float(np.mean([rate[name] for rate in rates])) for name in rates[0]}
+    return samples
 
 
 def work_between_collectives_us(samples: Samples, effort: Effort) -> float:

@@ -4,15 +4,18 @@ Wall clock: `inner` calls in a row after one barrier, so that the ranks wait for
 first two are kept apart: they also wait for the ranks that leave the barrier late, and for each other at the end, as the
 exchanges of a layer do that is timed alone. Both readings count from the barrier on, and the slowest rank is taken of each
 before they are subtracted: of single calls another rank is the slowest each time.
-Before every call each rank burns `busy_us` of CPU time on memory larger than its caches, which is taken off again (times
-the ranks of a core): there, a message waits until the scheduler runs its receiver, and that takes
-longer when the ranks also compute; and what the call itself needs is no longer in the caches.
+Before every call each rank burns CPU time on as much memory as the experts of a layer take, `busy_us` on average, which is
+taken off again (times the ranks of a core): there, a message waits until the scheduler runs its receiver, and that takes
+longer when the ranks also compute; and what the call itself needs is no longer in the caches. No two burns are alike: with
+one length the ranks fall into step with the scheduler's slices, and microseconds of a call of 6 rows of 4 ranks on 2 cores
+come out as dispatch 4894, 3968, 3438, 4340 and combine 2415, 1769, 1204, 1808 after 300, 600, 1000 and 1500 of work.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from .rotation import Operation, burn, burnt_memory, rotate
 
 STAGE_BYTES = 64 << 20  # what one operation may stage in shared memory; pages are touched only when used
 OPENING = 2  # calls after a barrier that are kept apart: the exchanges of a layer of attention-DP
+BURNT_SPAN = 0.25, 1.75  # of busy_us: from, to
 META_INTS = 8  # int32 that gather_rows carries beside a row: slot and weight of four choices
 
 
@@ -56,6 +60,7 @@ def time_collectives(
     inner: int,
     members: int,
     busy_us: float,
+    layer_bytes: int,
     cores: int,
 ) -> dict[Case, NDArray[np.float64]]:
     """[samples, 2] of microseconds from the barrier to the end of (the second call, the last one) for every case among
@@ -67,11 +72,9 @@ def time_collectives(
     transport = make_transport(name, group, STAGE_BYTES)
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
-    burnt = burnt_memory()
-    ranks_per_core = -(-members // cores)
+    work = Work(busy_us, burnt_memory(layer_bytes), ranks_per_core=-(-members // cores))
     operations: dict[Case, Operation] = {
-        case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, busy_us, ranks_per_core, burnt)
-        for case in cases
+        case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, work) for case in cases
     }
     times = rotate(context, operations, samples, group)
     transport.close()
@@ -90,16 +93,28 @@ def _subgroup(context: RankContext, members: int) -> Any:
     return groups[members]
 
 
-def _in_a_row(
-    call: Callable[[], Any], inner: int, busy_us: float, ranks_per_core: int, burnt: Tensor
-) -> tuple[float, float]:
+@dataclass(eq=False)
+class Work:
+    """What ranks do between two calls, all of them the same: they draw from one sequence."""
+
+    busy_us: float
+    burnt: Tensor
+    ranks_per_core: int
+    rng: np.random.Generator = field(default_factory=partial(np.random.default_rng, 0))
+
+    def do(self) -> float:
+        """Returns by how many microseconds it delays the ranks of this core."""
+        return burn(self.busy_us * self.rng.uniform(*BURNT_SPAN), self.burnt) * self.ranks_per_core
+
+
+def _in_a_row(call: Callable[[], Any], inner: int, work: Work) -> tuple[float, float]:
     """From now to the end of (the second call, the last call), without the work before them."""
     work_us, start = 0.0, time.perf_counter_ns()
     ends_us = []
     for _ in range(inner):
-        work_us += burn(busy_us, burnt)
+        work_us += work.do()
         call()
-        ends_us.append((time.perf_counter_ns() - start) / 1e3 - work_us * ranks_per_core)
+        ends_us.append((time.perf_counter_ns() - start) / 1e3 - work_us)
     return ends_us[OPENING - 1], ends_us[-1]
 
 

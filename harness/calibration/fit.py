@@ -27,6 +27,7 @@ CURVE_NAMES = {
     "dispatch_slots": ("dispatch.low_latency",),
     "combine_slots": ("combine.low_latency",),
 }
+ALIKE = 3.0  # standard errors that a mean may lie beside the line
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class Samples:
     """Microseconds. collectives[case, ranks][sample]: calls in a row, slowest rank; opening: the first two after a barrier.
     experts[active, rows each]: (CPU while all ranks work, wall of the slowest), means; local[what, tokens]: (rows
     handled, mean); attention[name][tokens, entries, prefill pairs, decode keys]: mean of one block (empty: not the tiny
-    model); raw[operation][rank][sample]: of local work."""
+    model); raw[operation][rank][sample]: of local work. pools: of ranks, each gave an equal part of the samples, in turn."""
 
     collectives: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
     opening: dict[tuple[Case, int], list[float]] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Samples:
         default_factory=dict
     )  # the same by name, any model
     machine: dict[str, float] = field(default_factory=dict)
+    pools: int = 1
 
 
 def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when: str) -> dict[str, Any]:
@@ -64,7 +66,10 @@ def cluster_dict(run: Run, samples: Samples, cores: int, memory_gib: float, when
     curves = curves_of(samples, ranks, run)
     slowest = [c for c in curves if c["op"] == "alltoall" and c["ranks"] == ranks]
     last = slowest[0] if slowest else {"bytes": [1.0], "latency_us": [1.0]}
-    said = f"measured {when}, {ranks} processes on {cores} cores, {run.cfg['transport']['name']}, {run.spec.activation_dtype}"
+    said = (
+        f"measured {when}, {ranks} processes on {cores} cores, started {samples.pools} times, {run.cfg['transport']['name']}, "
+        f"{run.spec.activation_dtype}"
+    )
     return {
         "name": run.cluster.name,
         "nodes": 1,
@@ -106,26 +111,40 @@ def balanced_and_skewed(samples: Samples, ranks: int) -> dict[Case, float]:
 
 
 def curves_of(samples: Samples, ranks: int, run: Run) -> list[dict[str, Any]]:
-    """Curves of all balanced collectives, made non-decreasing in size (what goes down is noise)."""
-    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    """Curves of all balanced collectives, see `smoothed`."""
+    points: dict[tuple[str, int], list[tuple[float, list[float]]]] = {}
     for (case, members), us in samples.collectives.items():
         if not case.skew and case.op != "barrier":
             size = size_bytes(case.op, case.rows, members, run)
-            points.setdefault((case.op, members), []).append((size, steady(us)))
+            points.setdefault((case.op, members), []).append((size, us))
     curves = []
     for (op, members), measured in points.items():
-        sizes, times = np.array(sorted(measured)).T
-        rising = isotonic(times)
+        sizes, us_CS = zip(*sorted(measured), strict=True)
+        smooth = smoothed(np.array(sizes), us_CS)
         for name in CURVE_NAMES.get(op, (op,)):
             curves.append(
                 {
                     "op": name,
                     "ranks": members,
                     "bytes": [float(s) for s in sizes],
-                    "latency_us": [round(float(t), 2) for t in rising],
+                    "latency_us": [round(float(t), 2) for t in smooth],
                 }
             )
     return curves
+
+
+def smoothed(sizes: Float, us_CS: Sequence[Sequence[float]]) -> Float:
+    """Microseconds at each size: latency + bytes / bandwidth where the samples cannot tell that line from their means, else
+    the nearest non-decreasing sequence, which takes the lowest of noisy points for the small sizes, the highest for the large.
+    """
+    from scipy.optimize import nnls
+
+    kept_CS = [undisturbed(us) for us in us_CS]
+    means = np.array([us_S.mean() for us_S in kept_CS])
+    doubt = np.array([us_S.std() / len(us_S) ** 0.5 for us_S in kept_CS])
+    (latency, by), _ = nnls(np.stack([1 / means, sizes / means], axis=1), np.ones(len(means)))
+    line = latency + by * sizes
+    return line if (np.abs(line - means) <= ALIKE * doubt).all() else isotonic(means)
 
 
 def size_bytes(op: str, rows: int, ranks: int, run: Run) -> float:
@@ -197,9 +216,14 @@ def points_of(samples: Samples, what: str) -> tuple[Float, Float]:
 
 
 def steady(values: Sequence[float]) -> float:
-    """Mean without what took more than three times the median: another process had the machine."""
+    """Mean of what is undisturbed."""
+    return float(undisturbed(values).mean())
+
+
+def undisturbed(values: Sequence[float]) -> Float:
+    """Without what took more than three times the median: another process had the machine."""
     array = np.asarray(values, dtype=np.float64)
-    return float(array[array <= 3 * np.median(array)].mean())
+    return array[array <= 3 * np.median(array)]
 
 
 def isotonic(values: Float) -> Float:

@@ -15,6 +15,8 @@ from .skew import held_out_errors
 BUSY_LOAD = 0.3  # load average a core, before the calibration adds its own, above which its figures are doubtful
 BUSY_SPREAD = 0.6  # (p90 - p10) / median of repeated samples of local work, in the median over operations
 
+BETWEEN_POOLS = "%, slowest pool of ranks against the fastest"
+
 
 class Residual(NamedTuple):
     """One line: what, over how many points, errors or values in `unit`."""
@@ -27,13 +29,18 @@ class Residual(NamedTuple):
 
 
 def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[Residual]:
-    """Repeatability of every collective, errors of the linear fits and of skew at held-out shares, rules of sharing."""
+    """Repeatability of every collective, within a pool of ranks and between them, errors of the linear fits and of skew at
+    held-out shares, rules of sharing."""
     lines: list[Residual] = []
     halves: dict[str, list[float]] = {}
+    pools: dict[str, list[float]] = {}
     for (case, members), us in samples.collectives.items():
         if members == ranks and not case.skew and len(us) > 1:
             halves.setdefault(case.op, []).append(100 * abs(steady(us[::2]) / steady(us[1::2]) - 1))
+            pools.setdefault(case.op, []).append(pool_spread_pct(us, samples.pools))
     lines += [_line(op, errors, "%, one half of the samples against the other") for op, errors in halves.items()]
+    if samples.pools > 1:
+        lines += [_line(f"{op}, pools", spreads, BETWEEN_POOLS) for op, spreads in pools.items()]
     for op, share in held_out_errors(balanced_and_skewed(samples, ranks), ranks, cluster.get("skew", {})).items():
         lines.append(_line(f"{op}, skewed", 100 * share, "%, skews that the fit has not seen"))
     for what in cluster["host_us"]:
@@ -54,6 +61,14 @@ def residuals(samples: Samples, cluster: dict[str, Any], ranks: int) -> list[Res
         _line("experts, all at once", rule, "%, CPU time times the ranks of a core against the slowest rank's clock")
     )
     return lines
+
+
+def pool_spread_pct(us: Sequence[float], pools: int) -> float:
+    """(slowest - fastest pool of ranks) / mean of the pools, in per cent; samples lie pool by pool.
+
+    Worked example, two pools of two samples: [90, 110, 100, 140] -> 100 and 120: 18.2."""
+    means = [steady(part) for part in np.split(np.asarray(us), pools)]
+    return float(100 * (max(means) - min(means)) / np.mean(means))
 
 
 def _line(operation: str, values: Iterable[float] | NDArray[np.float64], unit: str) -> Residual:

@@ -67,9 +67,10 @@ def in_a_layer(operation: Operation, burnt: Tensor) -> Operation:
     return after_its_like
 
 
-def burnt_memory() -> Tensor:
+def burnt_memory(up_to_bytes: int = 4 * BURNT_ROWS * BURNT_COLUMNS) -> Tensor:
     """What `burn` walks over."""
-    return torch.zeros(BURNT_ROWS, BURNT_COLUMNS)
+    columns = max(up_to_bytes // (4 * BURNT_ROWS), 1)
+    return torch.zeros(BURNT_ROWS, min(columns, BURNT_COLUMNS))
 
 
 def burn(cpu_us: float, burnt: Tensor) -> float:

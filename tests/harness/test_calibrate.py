@@ -14,7 +14,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from harness.app import calibrate  # noqa: E402
 from harness.calibration.attention import attention_steps  # noqa: E402
 from harness.calibration.collect import Effort, expert_grid_points  # noqa: E402
-from harness.calibration.collectives import Case, exchange_sizes, home_sizes  # noqa: E402
+from harness.calibration.collectives import BURNT_SPAN, Case, Work, exchange_sizes, home_sizes  # noqa: E402
 from harness.calibration.fit import (  # noqa: E402
     BLOCK_WORK,
     Samples,
@@ -25,10 +25,12 @@ from harness.calibration.fit import (  # noqa: E402
     fit_local,
     isotonic,
     size_bytes,
+    smoothed,
     start_us,
 )
 from harness.calibration.planning import planning_terms  # noqa: E402
 from harness.calibration.residuals import busy_warning, residuals, spread, table  # noqa: E402
+from harness.calibration.rotation import burnt_memory  # noqa: E402
 from harness.calibration.skew import FITTED, fit_skew, held_out_errors, loads, skewed_cases  # noqa: E402
 from semmoe.dispatch import DispatchSpec  # noqa: E402
 from semmoe.inputs import load_cluster  # noqa: E402
@@ -46,9 +48,10 @@ SMALL = Effort(
     rows_per_expert=(1, 16),
     local_tokens=(8, 384),
     planned_tokens=(32, 128),
-    samples=3,
+    pools=2,
+    samples=2,
     inner=3,
-    local_samples=6,
+    local_samples=3,
     entries=(1, 8),
 )
 
@@ -86,12 +89,12 @@ def test_calibration_writes_a_cluster_file_that_runs_can_use(calibrated):
     assert load_cluster({"file": str(path)})[1].digest == spec.digest
     assert raw["environment"]["ranks"] == 2 and {"load_1min", "spread", "warning"} <= raw["environment"].keys()
     assert all(us > 0 for *_, us in raw["collectives_us"])
-    assert all(np.shape(us_GS) == (2, SMALL.local_samples) for _, us_GS in raw["local_us"]), (
+    assert all(np.shape(us_GS) == (2, SMALL.pools * SMALL.local_samples) for _, us_GS in raw["local_us"]), (
         "every sample of every rank"
     )
     assert {"srs.port", "sag.port"} <= spec.skew.keys() and spec.host_us["start"] >= 0
     told = {line["operation"]: line for line in raw["residuals"]}
-    assert {"srs", "dispatch", "gate", "attention", "srs, skewed", "experts, all at once"} <= told.keys()
+    assert {"srs", "srs, pools", "dispatch", "gate", "attention", "srs, skewed", "experts, all at once"} <= told.keys()
     assert all(line["points"] >= 1 and 0 <= line["median"] <= line["p90"] for line in told.values())
 
 
@@ -269,6 +272,34 @@ def test_one_disturbed_sample_does_not_move_a_curve_and_noise_does_not_make_it_f
     )
     (curve,) = curves_of(samples, 2, build())
     assert curve["latency_us"] == [95.0, 95.0, 200.0]
+
+
+def test_a_curve_is_a_line_where_noise_hides_it_and_follows_its_points_where_not():
+    sizes, rng = np.array([1.0, 10.0, 40.0, 160.0]), np.random.default_rng(0)
+    line = 1000 + 5 * sizes
+    noisy = [us * rng.normal(1.0, 0.3, 12) for us in line]
+    assert np.abs(smoothed(sizes, noisy) / line - 1).max() < 0.12
+    assert np.ptp(np.diff(smoothed(sizes, noisy)) / np.diff(sizes)) < 1e-6
+    bent = np.array([1000.0, 1000.0, 2000.0, 9000.0])
+    assert np.allclose(smoothed(sizes, [us * rng.normal(1.0, 0.01, 12) for us in bent]), bent, rtol=0.02)
+
+
+def test_pools_of_ranks_that_differ_are_told():
+    us = [100.0, 100.0, 100.0, 150.0, 150.0, 150.0]
+    samples = Samples(
+        collectives={(Case("barrier", 0), 2): us, (Case("srs", 4), 2): us}, experts={(1, 1): (50.0, 50.0)}, pools=2
+    )
+    lines = residuals(samples, {"host_us": {}, "per_row_ns": {}, "cores": 2}, 2)
+    told = {line.operation: line for line in lines}
+    assert told["srs, pools"].median == pytest.approx(40.0) and told["srs"].median == 0.0
+
+
+def test_work_between_calls_is_of_no_fixed_length_and_the_same_on_all_ranks():
+    one, other = (Work(400.0, burnt_memory(1 << 12), ranks_per_core=1) for _ in range(2))
+    drawn = [one.rng.uniform(*BURNT_SPAN) for _ in range(50)]
+    assert drawn == [other.rng.uniform(*BURNT_SPAN) for _ in range(50)]
+    assert np.mean(drawn) == pytest.approx(1.0, abs=0.15) and np.ptp(drawn) > 1
+    assert Work(300.0, burnt_memory(1 << 12), ranks_per_core=3).do() >= 3 * 300.0 * BURNT_SPAN[0]
 
 
 def test_isotonic_worked_example():

@@ -123,7 +123,9 @@ def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
 
 
 def test_a_rank_killed_while_calibrating_is_named() -> None:
-    said = ended_with(RankPool(2), killed_calibrating_task, "shared", [Case("dispatch", 6)], 32, 4, 2, 2, 0.0, 2)
+    said = ended_with(
+        RankPool(2), killed_calibrating_task, "shared", [Case("dispatch", 6)], 32, 4, 2, 2, 0.0, 1 << 12, 2
+    )
     assert "rank 1 of 2 was killed by SIGKILL during killed_calibrating_task" in said
 
 

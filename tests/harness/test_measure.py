@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from harness import app  # noqa: E402
 from harness.check import TOLERANCE  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.poison import poisoned  # noqa: E402
@@ -179,6 +182,19 @@ def test_serving_runs_in_real_time_and_logs_what_it_did(pool):
         meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, run.recipe.slots, run.ep_size, run.spec))
     assert meter.columns()["lar"] == checked["lar_measured"]
     assert meter.columns()["dispatch_bytes"] == checked["dispatch_bytes"]
+
+
+def test_every_repeat_has_ranks_of_its_own_except_under_torchrun(monkeypatch):
+    opened = []
+    monkeypatch.setattr(app, "open_pool", lambda ranks, *_: opened.append(ranks) or nullcontext())
+    monkeypatch.setattr(app, "preflight", lambda pool, runs: "")
+    monkeypatch.setattr(app, "measure_run", lambda pool, run: ({}, None))
+    run = build()
+    repeats = [replace(run, repeat=r) for r in (0, 0, 1, 2)]
+    assert len(list(app.measure(repeats))) == 4 and opened == [2, 2, 2]
+    opened.clear()
+    monkeypatch.setattr(app, "under_torchrun", lambda: True)
+    assert len(list(app.measure(repeats))) == 4 and opened == [2]
 
 
 def test_the_clock_leaves_out_pauses():
