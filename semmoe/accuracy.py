@@ -44,6 +44,12 @@ ABOUT_PHASES = (
     "alone (simulator/cost/host.py), so without the scheduler's own delays. other: until the first rank of the path has left",
     "the barrier before the layer.",
 )
+KEY_LENGTH = 5  # op, rows, skew, pattern, ranks: what comes before the samples
+POOLS = ", pools"  # of a residual that compares pools of ranks (harness/calibration/residuals.py)
+ABOUT_CALIBRATIONS = (
+    "An exchange takes another time in every pool of ranks that is started. Difference between one half of the samples and",
+    "the other, and between the slowest pool of ranks and the fastest, in the median over sizes. Predictions are of the mean.",
+)
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,8 @@ def free_running_lar(rows: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def document(comparison: Comparison, command: str) -> str:
-    """The Markdown page: bars, every configuration, phases, and what it was measured on."""
+def document(comparison: Comparison, command: str, calibrations: Sequence[Path] = ()) -> str:
+    """The Markdown page: bars, every configuration, phases, and what it was measured on. calibrations: files of raw samples."""
     found = bars(comparison)
     lines = ["# Accuracy on held-out configurations", "", f"Made by `{command}`.", ""]
     lines += environment(comparison.rows)
@@ -120,7 +126,7 @@ def document(comparison: Comparison, command: str) -> str:
     lines += configurations("Layer latency of fixed batches", both[both.workload == "batches"], "layer")
     lines += configurations("TPOT of served runs", both[both.workload == "serve"], "tpot")
     lines += _localities(free_running_lar(comparison.rows))
-    return "\n".join([*lines, *_phases(comparison.rows)]) + "\n"
+    return "\n".join([*lines, *_phases(comparison.rows), *_calibrations(calibrations)]) + "\n"
 
 
 def verdict(found: Sequence[Bar]) -> list[str]:
@@ -210,6 +216,26 @@ def _phases(rows: pd.DataFrame) -> list[str]:
     ]
 
 
+def _calibrations(files: Sequence[Path]) -> list[str]:
+    """What each calibration says of its own exchanges: how far its pools of ranks lie apart, and their mean from the truth."""
+    lines = []
+    for file in files:
+        known = json.loads(file.read_text())
+        ranks, samples = known["environment"]["ranks"], len(known["collectives_us"][0]) - KEY_LENGTH
+        told = {line["operation"]: line for line in known["residuals"]}
+        for name, line in told.items():
+            if name.endswith(POOLS):
+                op = name.removesuffix(POOLS)
+                halves = told.get(op, {"median": math.nan})["median"]
+                lines.append(
+                    f"| {ranks} | {op} | {samples} | {halves:.0f} | {line['median']:.0f} | {line['p90']:.0f} |"
+                )
+    if not lines:
+        return []
+    head = "| ranks | operation | samples a size | halves of the samples, % | pools of ranks, % | at p90, % |"
+    return ["", "## The calibrations themselves", "", *ABOUT_CALIBRATIONS, "", head, "| --- |" + " --- |" * 5, *lines]
+
+
 def _means(rows: pd.DataFrame) -> dict[str, float]:
     """Milliseconds of every phase, and of what several make up; NaN: not in the rows."""
     found = {name: float(rows[f"{name}_ms"].astype(float).mean()) for name in (*PHASES, *WAITS, "layer")}
@@ -234,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _page(runs: list[Path], command: str) -> tuple[str, list[str]]:
     comparison = compare(runs)
-    return document(comparison, command), said_of(bars(comparison))
+    files = sorted(file for run in runs for file in run.glob("*.samples.json"))
+    return document(comparison, command, files), said_of(bars(comparison))
 
 
 if __name__ == "__main__":

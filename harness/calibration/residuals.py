@@ -67,8 +67,8 @@ def pool_spread_pct(us: Sequence[float], pools: int) -> float:
     """(slowest - fastest pool of ranks) / mean of the pools, in per cent; samples lie pool by pool.
 
     Worked example, two pools of two samples: [90, 110, 100, 140] -> 100 and 120: 18.2."""
-    means = [steady(part) for part in np.split(np.asarray(us), pools)]
-    return float(100 * (max(means) - min(means)) / np.mean(means))
+    means = [steady(part) for part in np.asarray(us).reshape(pools, -1).tolist()]
+    return 100 * (max(means) - min(means)) / (sum(means) / pools)
 
 
 def _line(operation: str, values: Iterable[float] | NDArray[np.float64], unit: str) -> Residual:

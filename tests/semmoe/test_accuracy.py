@@ -152,6 +152,20 @@ def test_policies_that_differ_by_noise_alone_are_not_decided(tmp_path):
     assert len(found) == 28 and not any(one.pair.apart for one in found)
 
 
+def test_the_page_says_how_far_pools_of_a_calibration_lie_apart(tmp_path):
+    run, page = tmp_path / "run", tmp_path / "accuracy.md"
+    written(run, row(config="a", layer_ms=8.0), *measured("a", [10.0, 10.0]))
+    told = [("srs", 4.0), ("srs, pools", 31.0), ("gate", 2.0)]
+    raw = {
+        "environment": {"ranks": 4},
+        "collectives_us": [["srs", 4, 0.0, "port", 4, 90.0, 110.0, 100.0]],
+        "residuals": [{"operation": op, "median": median, "p90": 2 * median} for op, median in told],
+    }
+    (run / "cluster-4.samples.json").write_text(json.dumps(raw))
+    assert accuracy_main([str(run), "--out", str(page)]) == 0
+    assert "| 4 | srs | 3 | 4 | 31 | 62 |" in page.read_text()
+
+
 def test_rank_order_of_fewer_than_six_policies_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"5 configurations.*needs 6"):
         rank_order(written(tmp_path, *policies([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])))
