@@ -285,7 +285,7 @@ def test_a_curve_is_a_line_where_noise_hides_it_and_follows_its_points_where_not
 
 
 def test_pools_of_ranks_that_differ_are_told():
-    us = [100.0, 100.0, 100.0, 150.0, 150.0, 150.0]
+    us = [100.0, 100.0, 150.0, 150.0]
     samples = Samples(
         collectives={(Case("barrier", 0), 2): us, (Case("srs", 4), 2): us}, experts={(1, 1): (50.0, 50.0)}, pools=2
     )
