@@ -13,9 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,15 +21,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self
 
-import psutil
-
 from semmoe.errors import UserError
 
+from .scratch import Scratch
 from .whereabouts import stacks_of, told
 from .worker import DONE, FAILED, PROGRESS, STOP, work
 
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
-SHARED_MEMORY_BYTES = 1 << 30  # containers often get 64 MiB of /dev/shm, and writing past it kills a process
 GRACE_S = 1.5  # a peer's broken connection is often reported before its cause
 Progress = Callable[[int, int], None]
 
@@ -82,7 +78,7 @@ class RankPool:
         self.ranks, self.timeout_s = ranks, timeout_s
         context = start_method()
         # everything that ranks write (rendezvous, shared buffers) lies in one folder, which goes when the pool goes
-        self._scratch = tempfile.mkdtemp(prefix="semmoe-ranks-", dir=_shared_memory_folder())
+        self._folder = Scratch()
         self._children: list[_Child] = []
         self._descriptors: list[int] = []  # by which ranks say where they are
         try:
@@ -98,6 +94,11 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _scratch(self) -> str:
+        """Path of the folder that the ranks share."""
+        return self._folder.path
 
     @property
     def pids(self) -> list[int]:
@@ -136,7 +137,7 @@ class RankPool:
         for child in self._children:
             child.pipe.close()
         self._children = []
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._folder.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -249,12 +250,3 @@ def open_pool(ranks: int, timeout_s: float = 120.0, virtual: bool = False) -> Po
 
         return VirtualPool(ranks, timeout_s)
     return TorchrunPool(ranks, timeout_s) if under_torchrun() else RankPool(ranks, timeout_s)
-
-
-def _shared_memory_folder() -> str | None:
-    """/dev/shm where the machine has room there (buffers of ranks stay in memory), else the usual temporary folder."""
-    try:
-        roomy = psutil.disk_usage("/dev/shm").free > SHARED_MEMORY_BYTES
-    except OSError:
-        return None
-    return "/dev/shm" if roomy and os.access("/dev/shm", os.W_OK) else None

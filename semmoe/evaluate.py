@@ -32,6 +32,7 @@ from .trace import RoutingTrace
 from .trials import Bench, Policy, Trial, option, paired
 
 GPTOSS = conf_dir().parent.parent / "shared/data/traces/gptoss20b_mmlu_decode_routes.npz"
+BUNDLED = ("gptoss", "tiny")  # traces with a model of their own
 COLUMNS = {
     "lar": "LAR",
     "fan_out": "fan-out",
@@ -221,6 +222,10 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
     for name in options.placements:
         option("placement", name)
+    if options.model and all(name in BUNDLED for name in options.trace):
+        raise UserError(
+            f"--model {options.model} needs a trace of it (--trace FILE); the bundled ones are routes of their own models"
+        )
     if options.out:
         check_writable(options.out)
 

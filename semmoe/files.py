@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -81,6 +82,22 @@ def read_arrays(path: str | Path, what: str, remedy: str) -> dict[str, Any]:
     except Exception as error:  # zip, zlib, the array header and its parser each raise kinds of their own
         told = " ".join(f"{error or type(error).__name__}".split())
         raise UserError(f"{path}: not a readable .npz {what} ({told}); {remedy}") from None
+
+
+def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
+    """The JSON object of a file, with or without a byte-order mark. UserError for a file that is missing or holds none.
+
+    remedy: for the message ("give a Hugging Face config.json or its directory").
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {remedy}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable JSON ({error}); {remedy}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, not an object {{...}}; {remedy}")
+    return content
 
 
 def single(arrays: Mapping[str, Any], name: str, kinds: str, where: str | Path) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .files import read_object
+from .kinds import is_kind
 from .specs import ModelSpec
 
 
@@ -18,13 +19,27 @@ def model_from_hf_config(path: str | Path, name: str | None = None) -> ModelSpec
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a Hugging Face config.json or its directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
+    raw = read_object(path, "give a Hugging Face config.json or its directory")
     return _from_hf(raw, name or str(raw.get("_name_or_path") or path.parent.name or raw.get("model_type")), path)
+
+
+COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim",
+          "n_routed_experts", "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token",
+          "moe_intermediate_size", "moe_layer_freq", "decoder_sparse_step", "qk_nope_head_dim")  # fmt: skip
+COUNTS_OR_0 = ("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size", "intermediate_size", "n_group",
+               "topk_group", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+
+
+def _check_kinds(raw: dict[str, Any], path: Path) -> None:
+    """UserError naming the first field whose value is not of its kind; null is absent."""
+    for key in (*COUNTS, *COUNTS_OR_0):
+        value, low = raw.get(key), int(key in COUNTS)
+        if value is not None and not (is_kind(value, int) and value >= low):
+            raise UserError(f"{path}: {key}={value!r} must be a whole number of at least {low}")
+    if not isinstance(raw.get("mlp_only_layers") or [], list):
+        raise UserError(f"{path}: mlp_only_layers={raw['mlp_only_layers']!r} must be a list of layers")
+    if not isinstance(raw.get("quantization_config") or {}, dict):
+        raise UserError(f"{path}: quantization_config={raw['quantization_config']!r} must be an object")
 
 
 def _first(raw: dict[str, Any], *keys: str, default: Any = None) -> Any:
@@ -41,9 +56,12 @@ def _from_hf(raw: dict[str, Any], name: str, path: Path) -> ModelSpec:
             f"{path}: describes no mixture of experts (none of n_routed_experts, num_local_experts, "
             f"num_experts); model_type is {raw.get('model_type')!r}"
         )
+    _check_kinds(raw, path)
     missing = [
-        key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if key not in raw
+        key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if raw.get(key) is None
     ]
+    if _first(raw, "moe_intermediate_size", "intermediate_size") is None:
+        missing.append("moe_intermediate_size")
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; a full Hugging Face config.json is needed")
     num_layers = int(raw["num_hidden_layers"])

@@ -34,7 +34,7 @@ def read_row(file: str | Path) -> dict[str, Any]:
     file = Path(file)
     remedy = "delete the file and run the command again"
     try:
-        row = json.loads(file.read_text(encoding="utf-8"))
+        row = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(row, dict):
             raise TypeError(f"holds a {type(row).__name__}")
     except (ValueError, TypeError, RecursionError) as error:

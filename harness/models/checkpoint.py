@@ -17,6 +17,7 @@ from torch import Tensor
 
 import semmoe
 from semmoe.errors import UserError
+from semmoe.files import read_object
 
 from .tiny import TinyConfig, TinyModel
 
@@ -67,14 +68,7 @@ def hf_config(config: TinyConfig) -> dict[str, Any]:
 
 def load_config(folder: Path) -> TinyConfig:
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; the folder of a checkpoint holds config.json and model.safetensors"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
+    raw = read_object(path, "the folder of a checkpoint holds config.json and model.safetensors")
     if raw.get("model_type") != "qwen3_moe":
         raise UserError(f"{path}: model_type {raw.get('model_type')!r}; this reader knows 'qwen3_moe' only")
     missing = [key for key in CONFIG_KEYS.values() if key not in raw]

@@ -15,7 +15,6 @@ into the down projection. GPT-OSS experts have biases and a clamped activation: 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from semmoe.errors import UserError
+from semmoe.files import read_object
 from semmoe.specs import ModelSpec
 
 from ..reference.experts import ExpertBiases
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+REMEDY = "a checkpoint folder holds config.json and safetensors files"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,7 +69,7 @@ class HFCheckpoint:
     def __init__(self, folder: str | Path, model: ModelSpec) -> None:
         self.folder, self.model = Path(folder), model
         self.hidden, self.num_experts = model.hidden, model.num_experts
-        config = _read_json(self.folder / "config.json", "a checkpoint folder holds config.json and safetensors files")
+        config = read_object(self.folder / "config.json", REMEDY)
         kind = str(config.get("model_type"))
         if kind not in NAMINGS:
             raise UserError(
@@ -137,7 +138,7 @@ class HFCheckpoint:
             if not single.exists():
                 raise UserError(f"{self.folder}: holds neither {INDEX} nor {SINGLE}")
             return single, dict.fromkeys(self._file(single).keys(), single)
-        content = _read_json(index, "")
+        content = read_object(index, REMEDY)
         if not isinstance(content.get("weight_map"), dict):
             raise UserError(f"{index}: lacks weight_map (tensor name -> shard)")
         return index, {name: self.folder / str(shard) for name, shard in content["weight_map"].items()}
@@ -184,13 +185,3 @@ class HFCheckpoint:
 def _apart(rows: Tensor) -> Tensor:
     """Interleaved gate and up rows (or elements) as gate above up."""
     return torch.cat([rows[0::2], rows[1::2]])
-
-
-def _read_json(path: Path, hint: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file" + (f"; {hint}" if hint else "")) from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: not readable JSON ({error})") from None
-    return content

@@ -190,6 +190,24 @@ def test_a_bad_tensor_is_one_error_that_names_its_file(mixtral: Path, tmp_path: 
         assert f"{shard}: tensor {TENSOR} " in str(caught.value) and words in str(caught.value)
 
 
+def test_shards_that_are_not_what_the_index_says_are_named(mixtral: Path, tmp_path: Path) -> None:
+    """The index places a tensor in another shard; a shard is another model's, with the same names; a mark before the JSON."""
+    shard = damaged(mixtral, tmp_path, lambda t: t.update({name: torch.zeros(3, 5) for name in t}))
+    with pytest.raises(UserError, match=rf"{shard}: tensor .* has shape \[3, 5\]; model .* asks for \["):
+        read_all(tmp_path)
+    shard = damaged(mixtral, tmp_path, lambda t: None)
+    whole = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_bytes(b"\xef\xbb\xbf" + json.dumps(whole, indent=1).replace("\n", "\r\n").encode())
+    read_all(tmp_path)
+    other = next(name for name in whole["weight_map"].values() if name != shard.name)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": whole["weight_map"] | {TENSOR: other}}))
+    with pytest.raises(UserError, match=rf"{tmp_path / other}: tensor {TENSOR} is missing, although {INDEX} places"):
+        read_all(tmp_path)
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(UserError, match=f"{INDEX}: holds a list, not an object"):
+        read_all(tmp_path)
+
+
 def test_an_incomplete_checkpoint_is_refused_before_any_weight_is_read(mixtral: Path, tmp_path: Path) -> None:
     shard = damaged(mixtral, tmp_path, lambda t: None)
     model = model_from_hf_config(tmp_path)

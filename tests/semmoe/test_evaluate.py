@@ -83,6 +83,8 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.Cap
         ("--time-limit -1", "--time-limit -1"),
         ("--placements semantc", "did you mean 'semantic'"),
         ("--trace nofile.npz", "needs --model"),
+        ("--trace tiny --model tiny", "--model tiny needs a trace of it (--trace FILE)"),
+        ("--trace tiny --trace gptoss --model olmoe-1b-7b", "routes of their own models"),
     ):
         assert main(["--trace", "tiny", *words.split()]) == 2
         assert told in capsys.readouterr().err
