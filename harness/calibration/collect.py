@@ -75,8 +75,6 @@ THOROUGH = Effort(
     home_rows=(1, 4, 16, 64, 128, 256, 512, 2048),
     sent_rows=(3, 12, 60, 120, 240, 480, 960, 3840),
     pools=6,
-    samples=8,
-    local_samples=8,
 )
 EFFORTS = {"quick": QUICK, "thorough": THOROUGH}
 
