@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 Homes = NDArray[np.integer] | ShufflePlan | HomeScores
 
 
-Beside = Callable[[Tensor], Tensor]  # rows in, rows out
-
-
 @dataclass(frozen=True, eq=False)
 class LayerOutput:
     """y: [n, H] in dp, else [T, H]. route_flips: choices of this rank's tokens that the gate would not have made (None
@@ -64,6 +61,23 @@ class LayerOutput:
     y: Tensor
     route_flips: int | None = None
     carried_slots_Tk: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class InBlock:
+    """What a layer does besides, inside a transformer block.
+
+    residual_TH (tp flows): replicated rows, added to the summed input. norm_H (tp flows): weight of the RMSNorm between
+    attention and experts; the layer then returns the residual stream: summed input + residual + what its experts make of
+    that, normalised. shared: the shared experts, rows in, rows out, of the rows that the gate sees; in tp_replicated this
+    rank's share of a sum over ranks."""
+
+    residual_TH: Tensor | None = None
+    norm_H: Tensor | None = None
+    shared: Callable[[Tensor], Tensor] | None = None
+
+
+ALONE = InBlock()
 
 
 class MoELayer:
@@ -110,63 +124,55 @@ class MoELayer:
         x: Tensor,
         routes: Routes | None = None,
         homes_T: Homes | Callable[[], Homes] | None = None,
-        residual_TH: Tensor | None = None,
         counts_G: Sequence[int] | None = None,
         returns_T: NDArray[np.integer] | None = None,
-        norm_H: Tensor | None = None,
-        beside: Beside | None = None,
+        block: InBlock = ALONE,
     ) -> LayerOutput:
-        """One pass. residual_TH (tp flows): replicated rows, added to the summed input. counts_G (dp): the tokens of
-        every rank, where the caller knows them; only allgather_rs would otherwise have to exchange them.
-
-        norm_H (tp flows): weight of the RMSNorm between attention and experts. The layer then returns the residual
-        stream: summed input + residual + what its experts make of that, normalised. beside: the shared experts, of the
-        rows that the gate sees; in tp_replicated this rank's share of a sum over ranks."""
+        """One pass. counts_G (dp): the tokens of every rank, where the caller knows them; only allgather_rs would
+        otherwise have to exchange them."""
         self.transport.counter.start_layer()
         self.timer.start_layer()
         if self.spec.flow == "dp":
             self.transport.counter.now.homes = len(x)
             y_nH, flips, _ = self._moe(x, routes, counts_G)
-            return LayerOutput(self._with_shared(y_nH, x, beside), flips)
+            return LayerOutput(self._with_shared(y_nH, x, block), flips)
         self.transport.counter.now.tokens = len(x)
         if self.spec.flow == "tp_replicated":
-            return self._replicated(x, routes, residual_TH, norm_H, beside)
+            return self._replicated(x, routes, block)
         if homes_T is None:
             raise UserError(f"flow {self.spec.flow} needs the home of every token")
-        return self._scattered(x, routes, homes_T, residual_TH, returns_T, norm_H, beside)
+        return self._scattered(x, routes, homes_T, returns_T, block)
 
     def _scattered(
         self,
         x_TH: Tensor,
         routes: Routes | None,
         homes_T: Homes | Callable[[], Homes],
-        residual_TH: Tensor | None,
         returns_T: NDArray[np.integer] | None,
-        norm_H: Tensor | None,
-        beside: Beside | None,
+        block: InBlock,
     ) -> LayerOutput:
         before, after = ("srs", "sag") if self.spec.flow == "tp_shuffled" else ("reduce_scatter", "all_gather")
         transport, timer = self.transport, self.timer
         plan = self._plan(homes_T() if callable(homes_T) else homes_T, x_TH.device)
         mine_n = plan.mine_T(transport.rank)
         timer.lap("plan")
-        if norm_H is None:
-            rows_nH = sums_nH = transport.srs(x_TH, plan, residual_TH, op=before)
+        if block.norm_H is None:
+            rows_nH = sums_nH = transport.srs(x_TH, plan, block.residual_TH, op=before)
         else:
-            sums_nH, rows_nH = transport.srs_norm(x_TH, plan, residual_TH, norm_H, op=before)
+            sums_nH, rows_nH = transport.srs_norm(x_TH, plan, block.residual_TH, block.norm_H, op=before)
         transport.counter.now.homes = len(rows_nH)
         timer.lap("srs")
         own = None if routes is None else routes.of(mine_n)
         timer.lap("permute")
         if returns_T is not None:
-            if norm_H is not None or beside is not None:
+            if block.norm_H is not None or block.shared is not None:
                 raise UserError(
                     "a token scheduler that re-homes moves outputs, not residual rows: scope=moe_layers only"
                 )
             return self._rehomed(rows_nH, own, plan, ShufflePlan.from_homes(returns_T, transport.ranks, x_TH.device))
         y_nH, flips, slots_nk = self._moe(rows_nH, own, plan.counts_G)
-        y_nH = self._with_shared(y_nH, rows_nH, beside)
-        if norm_H is not None:
+        y_nH = self._with_shared(y_nH, rows_nH, block)
+        if block.norm_H is not None:
             y_nH = sums_nH + y_nH
         carried = None
         if self.spec.carry_expert_ids:
@@ -208,35 +214,28 @@ class MoELayer:
         timer.lap("sag")
         return LayerOutput(y_TH, flips, carried_Tk)
 
-    def _replicated(
-        self,
-        x_TH: Tensor,
-        routes: Routes | None,
-        residual_TH: Tensor | None,
-        norm_H: Tensor | None,
-        beside: Beside | None,
-    ) -> LayerOutput:
+    def _replicated(self, x_TH: Tensor, routes: Routes | None, block: InBlock) -> LayerOutput:
         timer = self.timer
         rows_TH = self.transport.all_reduce(x_TH)
-        rows_TH = sums_TH = rows_TH if residual_TH is None else rows_TH + residual_TH
-        if norm_H is not None:
-            rows_TH = rms_norm(sums_TH, norm_H)
+        rows_TH = sums_TH = rows_TH if block.residual_TH is None else rows_TH + block.residual_TH
+        if block.norm_H is not None:
+            rows_TH = rms_norm(sums_TH, block.norm_H)
         timer.lap("srs")
         slots_Tk, weights_Tk, flips = self.gate.route(rows_TH, routes, home=-1)
         timer.lap("gate")
         work, _ = local_work(rows_TH, slots_Tk, weights_Tk, self.slots_per_rank, self.transport.rank)
         timer.lap("permute")
-        out_TH = self._with_shared(self._run_experts(work).to(self.dtype), rows_TH, beside)
+        out_TH = self._with_shared(self._run_experts(work).to(self.dtype), rows_TH, block)
         y_TH = self.transport.all_reduce(out_TH)
-        y_TH = y_TH if norm_H is None else sums_TH + y_TH
+        y_TH = y_TH if block.norm_H is None else sums_TH + y_TH
         timer.lap("sag")
         return LayerOutput(y_TH, flips)
 
-    def _with_shared(self, y: Tensor, rows: Tensor, beside: Beside | None) -> Tensor:
+    def _with_shared(self, y: Tensor, rows: Tensor, block: InBlock) -> Tensor:
         """Outputs of routed and shared experts, the latter of no phase."""
-        if beside is None:
+        if block.shared is None:
             return y
-        y = y + beside(rows)
+        y = y + block.shared(rows)
         self.timer.skip()
         return y
 

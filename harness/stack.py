@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from .device.clock import timer_of
 from .device.plan import DEVICE, DevicePlan, planned_on
 from .environment import only_core
 from .feeds import Feed, make_feed
-from .layer import Homes, LayerOutput, MoELayer, Routes, build_layers
+from .layer import ALONE, Homes, InBlock, LayerOutput, MoELayer, Routes, build_layers
 from .reference.gate import Gating
 from .timing import Marks, PhaseTimer
 from .transport.base import Transport
@@ -150,14 +149,14 @@ class Stack:
         """Layers of a step in order, where this rank plans them."""
         return self.run_layer(layer, given)
 
-    def run_layer(self, layer: int, given: LayerInput, **block: Any) -> LayerOutput:
-        """block: what MoELayer.forward takes inside a transformer block."""
+    def run_layer(self, layer: int, given: LayerInput, block: InBlock = ALONE) -> LayerOutput:
+        """One layer of a step; in order, where this rank plans them."""
         plan, homes_T = self.device_plan, None if self.spec.flow == "dp" else given.homes_T
         homes: Homes | Callable[[], Homes] | None = homes_T
         if plan is not None:
             assert given.token_T is not None
             homes = partial(plan.homes, layer, given.token_T)
-        output = self.layers[layer].forward(given.x, given.routes, homes, returns_T=given.returns_T, **block)
+        output = self.layers[layer].forward(given.x, given.routes, homes, returns_T=given.returns_T, block=block)
         if plan is not None:
             plan.carried(output.carried_slots_Tk)
         return output

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.nn import functional
 from semmoe.errors import UserError
 from semmoe.specs import ModelSpec
 
-from ..layer import LayerOutput, MoELayer
+from ..layer import InBlock, LayerOutput, MoELayer
 from ..reference.shuffle import rms_norm
 from ..transport.base import Transport
 from .attention import Attention, Sequences, make_attention
@@ -83,7 +83,7 @@ class Blocks:
         most_sequences: int,
         positions: int,
         seed: int = 0,
-        forward: Callable[..., LayerOutput] | None = None,
+        forward: Callable[[int, LayerInput, InBlock], LayerOutput] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         if len(moe_layers) != model.num_moe_layers:
@@ -150,8 +150,8 @@ class Blocks:
     def _moe(self, block: Block, stream: Tensor, rows: Tensor, layer: int, given: LayerInput) -> Tensor:
         given = replace(given, x=rows)
         if self.dp:
-            return stream + self._forward(layer, given, beside=block.shared).y
-        return self._forward(layer, given, residual_TH=stream, norm_H=block.post_norm_H, beside=block.shared).y
+            return stream + self._forward(layer, given, InBlock(shared=block.shared)).y
+        return self._forward(layer, given, InBlock(stream, block.post_norm_H, block.shared)).y
 
     def _dense(self, block: Block, mlp: Mlp, stream: Tensor, rows: Tensor) -> Tensor:
         if self.dp:
@@ -177,5 +177,5 @@ class Blocks:
         return Mlp.share(self.weights.mlp(layer, shared), rank, ranks, self.device, self.dtype)
 
 
-def _forward(layers: Sequence[MoELayer], layer: int, given: LayerInput, **block: Any) -> LayerOutput:
-    return layers[layer].forward(given.x, given.routes, given.homes_T, returns_T=given.returns_T, **block)
+def _forward(layers: Sequence[MoELayer], layer: int, given: LayerInput, block: InBlock) -> LayerOutput:
+    return layers[layer].forward(given.x, given.routes, given.homes_T, returns_T=given.returns_T, block=block)

@@ -32,7 +32,7 @@ from semmoe.serving import StepPlan
 from ..blocks.head_shard import HeadShard
 from ..counting import Counter
 from ..feeds import Feed
-from ..layer import Routes
+from ..layer import InBlock, Routes
 from ..models.tiny import TinyConfig
 from ..stack import Stack, StepResult
 from ..weights import TinyWeights, WeightSource
@@ -121,7 +121,7 @@ class FullModel(Stack):
             return stream_nH + moe.forward(rows_nH, routes).y
         homes_T = None if routed.homes_TL is None else np.ascontiguousarray(routed.homes_TL[:, layer])
         norm_H = self.attention.layers[layer].post_attention_norm.weight
-        return moe.forward(rows_nH, routes, homes_T, residual_TH=stream_nH, norm_H=norm_H).y
+        return moe.forward(rows_nH, routes, homes_T, block=InBlock(stream_nH, norm_H)).y
 
 
 def _check(run: Run) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from harness.counting import Counter, traffic_of
-from harness.layer import MoELayer, Routes, build_layers
+from harness.layer import InBlock, MoELayer, Routes, build_layers
 from harness.reference.experts import moe_reference
 from harness.reference.gate import Gating
 from harness.transport.base import Transport
@@ -189,7 +189,8 @@ def _forward(transport: Transport, case: Case, data: Data, layer: MoELayer) -> A
         return layer.forward(data.x_TH[mine].to(dtype), Routes(slots_Tk[mine], weights_Tk[mine]))
     homes_T = None if data.homes_TL is None else data.homes_TL[:, index]
     residual_TH = data.residual_TH.to(dtype) if case.residual else None
-    return layer.forward(data.parts_GTH[transport.rank], Routes(slots_Tk, weights_Tk), homes_T, residual_TH)
+    block = InBlock(residual_TH)
+    return layer.forward(data.parts_GTH[transport.rank], Routes(slots_Tk, weights_Tk), homes_T, block=block)
 
 
 def _homes(case: Case, ranks: int, rng: np.random.Generator) -> np.ndarray | None:
