@@ -262,7 +262,9 @@ def kernel_path(dry_run: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Check and time every kernel on one GPU with virtual ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.gpu", description="Check and time every kernel on one GPU with virtual ranks."
+    )
     parser.add_argument("--out", type=Path, help="default results/gpu.jsonl, dry runs results/runs/gpu_dry_run.jsonl")
     parser.add_argument("--repeats", type=int, default=2, help="of the whole run (default 2), for the spread")
     parser.add_argument("--dry-run", action="store_true", help="check every case on a CPU, time nothing")

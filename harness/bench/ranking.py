@@ -77,7 +77,9 @@ def _fields(ranking: TokenRanking) -> torch.Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time token ranking on one CPU core.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.ranking", description="Time token ranking on one CPU core."
+    )
     parser.add_argument("--out", type=Path, default=Path("results/runs/micro/token_ranking.jsonl"))
     chosen = parser.parse_args(argv)
     rows, about = ranking_rows(), environment(1, "one CPU core")

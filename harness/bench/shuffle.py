@@ -91,7 +91,8 @@ def _line(tokens: int, variant: str, runs: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Time shuffle, exchange and token ranking on CPU ranks; write the page."
+        prog="python -m harness.bench.shuffle",
+        description="Time shuffle, exchange and token ranking on CPU ranks; write the page.",
     )
     parser.add_argument("--out", type=Path, default=Path("results/shuffle.md"))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="calls of every variant")

@@ -112,7 +112,10 @@ def measure(ranks: int, rounds: int, sizes: Sequence[int]) -> list[dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time skewed all-to-all exchanges and write the page about them.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.bench.skew",
+        description="Time skewed all-to-all exchanges and write the page about them.",
+    )
     gpus = torch.cuda.device_count()
     parser.add_argument("--ranks", type=int, nargs="+", default=sorted({2, gpus}) if gpus > 1 else [2, 4])
     parser.add_argument("--rounds", type=int, default=30, help="calls of every case (default 30)")

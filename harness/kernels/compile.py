@@ -207,7 +207,10 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compile every kernel and write the table of registers and spills.")
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.kernels.compile",
+        description="Compile every kernel and write the table of registers and spills.",
+    )
     parser.add_argument("--out", type=Path, default=Path("results/kernels.md"))
     out = parser.parse_args().out
     out.parent.mkdir(parents=True, exist_ok=True)
