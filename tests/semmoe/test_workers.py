@@ -38,7 +38,7 @@ class Faulty(RoundRobin):
         return super().assign(request, score_G, head_counts, ranks)
 """
 POLICY = ["simulate", "-m", "request_scheduler._target_=faulty_for_workers.Faulty", "planned_folds=0", "workload=serve"]
-POLICY += ["workload.num_requests=6"]
+POLICY += ["workload.num_requests=6", "cluster.file=null"]
 
 
 def test_rows_are_the_same_in_the_same_order_on_any_number_of_processes_and_one_that_fails_is_named(
