@@ -19,11 +19,13 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 from harness import preflight  # noqa: E402
+from harness.blocks.forward import Blocks  # noqa: E402
 from harness.calibration.collectives import Case, time_collectives  # noqa: E402
 from harness.layer import MoELayer  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
 from harness.serving import serve  # noqa: E402
+from harness.serving.sequences import TinyAttention  # noqa: E402
 from harness.stack import Stack  # noqa: E402
 from harness.transport import shared_memory  # noqa: E402
 from harness.transport.pull import PullTransport  # noqa: E402
@@ -62,11 +64,17 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # where a phase stands, and how man
     "serving": (Stack, "execute", 2),  # the first execution is the warm-up
     "planning": (StepPlanner, "route", 2),
     "control": (serve, "_broadcast_plan", 1),  # rank 0 is sending the next step plan
+    "attention of blocks": (Blocks, "attend", 9),  # past the check of the first block or of all six
+    "attention with caches": (TinyAttention, "block", 8),
+}
+WHOLE = {
+    "attention of blocks": ("scope=full_model", "workload.context_tokens=8", "workload.max_batches=1"),
+    "attention with caches": (*SERVE, "scope=full_model"),
 }
 
 
 def killed_task(context: RankContext, run: Run, phase: str, time_of: Path) -> None:
-    """A served run whose rank 1 is killed in the middle of a phase, at the time that it leaves in a file."""
+    """A run whose rank 1 is killed in the middle of a phase, at the time that it leaves in a file."""
     owner, name, left = PHASES[phase]
     function = getattr(owner, name)
 
@@ -79,14 +87,14 @@ def killed_task(context: RankContext, run: Run, phase: str, time_of: Path) -> No
         return function(*arguments, **named)
 
     setattr(owner, name, killing)
-    serve.measure_serve(context, run)
+    (serve.measure_serve if run.kind == "serve" else measure_batches)(context, run)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_is_named(phase: str, tmp_path: Path) -> None:
     flow = ("flow=tp_shuffled", "token_scheduler=semantic") if phase in ("srs", "sag") else ()
-    transport = "collective" if phase in ("check", "serving", "planning", "control") else "shared"
-    run = build(*SERVE, *flow, f"transport={transport}", "measure.warmup=1")
+    transport = "collective" if phase in ("check", "serving", "planning", "control", *WHOLE) else "shared"
+    run = build(*WHOLE.get(phase, SERVE), *flow, f"transport={transport}", "measure.warmup=1")
     killed_at = tmp_path / "killed"
     said = ended_with(RankPool(2), killed_task, run, phase, killed_at, since=killed_at)
     assert "rank 1 of 2 was killed by SIGKILL during killed_task; all ranks were ended" in said
