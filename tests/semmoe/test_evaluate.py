@@ -9,9 +9,10 @@ import pytest
 from conftest import make_trace
 
 from semmoe.errors import UserError
-from semmoe.evaluate import bar_rows, load, main, spread
+from semmoe.evaluate import load, main
 from semmoe.heads import Heads
 from semmoe.inputs import load_cluster
+from semmoe.policy_tables import bar_rows, spread
 from semmoe.trials import Bench, Policy, Trial, option, paired
 
 TRACE, MODEL = load("tiny", None)
