@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
 STOP = b""  # no pickle is empty
+LOST_PEER = (  # what gloo and NCCL say, in lower case
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket",
+    "gloo",
+    "remote process exited",
+    "ncclremoteerror",
+    "communicator was aborted",
+)
 GROUP_TIMEOUT = timedelta(hours=12)  # the pool watches over hangs, with its own shorter limit
 
 
@@ -135,9 +145,7 @@ def backends() -> str:
 def is_broken_connection(error: BaseException) -> bool:
     """Whether an exception only says that a peer went away."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError | ConnectionError) and any(
-        sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "socket", "gloo")
-    )
+    return isinstance(error, RuntimeError | ConnectionError) and any(sign in text for sign in LOST_PEER)
 
 
 def _send_failure(pipe: Connection, error: BaseException) -> None:

@@ -31,15 +31,18 @@ class BarrierState:
     """Pads, epochs and status of the fused barrier: one for each stream, shared by SRS and SAG."""
 
     pad_table_G: Tensor
+    own_pads_BG: Tensor
     epochs_B: Tensor
     status_1: Tensor
     blocks: int
     spin_limit: int = 0
 
     def check(self) -> None:
-        """RuntimeError when a block gave up waiting (spin_limit > 0 only). Reads device memory."""
+        """RuntimeError that names who did not come when a block gave up waiting (spin_limit > 0 only). Reads device memory."""
         if int(self.status_1):
-            raise RuntimeError("a rank did not arrive at the barrier inside a kernel within the spin limit")
+            late_G = (self.own_pads_BG < self.epochs_B[:, None]).any(dim=0).nonzero().flatten().tolist()
+            who = f"rank {', '.join(map(str, late_G))}" if late_G else "a rank that came later"
+            raise RuntimeError(f"{who} did not arrive at the barrier inside a kernel within the spin limit")
 
 
 def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int = 0) -> BarrierState:
@@ -51,13 +54,13 @@ def make_barrier(transport: PeerTransport, blocks: int = BLOCKS, spin_limit: int
         raise UserError("virtual ranks cannot wait for each other inside a kernel; launch without a barrier")
     pads = transport.alloc(blocks, transport.ranks, torch.int32)
     transport.barrier()
-    return barrier_state(pads.peers_G, blocks, spin_limit)
+    return barrier_state(pads.peers_G, transport.rank, blocks, spin_limit)
 
 
-def barrier_state(pads_G: Sequence[Tensor], blocks: int, spin_limit: int = 0) -> BarrierState:
-    """State over everybody's pads, int32 [blocks, W], which are zero on all ranks by now."""
+def barrier_state(pads_G: Sequence[Tensor], rank: int, blocks: int, spin_limit: int = 0) -> BarrierState:
+    """State of a rank over everybody's pads, int32 [blocks, W], which are zero on all ranks by now."""
     epochs_B, status_1 = (torch.zeros(n, dtype=torch.int32, device=pads_G[0].device) for n in (blocks, 1))
-    return BarrierState(address_table(pads_G), epochs_B, status_1, blocks, spin_limit)
+    return BarrierState(address_table(pads_G), pads_G[rank], epochs_B, status_1, blocks, spin_limit)
 
 
 def grid_of(barrier: BarrierState | None, blocks: int | None, device: torch.device) -> int:

@@ -43,7 +43,7 @@ class SymmetricMemory(PeerMemory):
         torch.cuda.synchronize()
         dist.barrier(group)  # all pads are zero
         pads_G = self.alloc(WAITING_BLOCKS, ranks, torch.int32)
-        self.state = barrier_state(pads_G, WAITING_BLOCKS, SPIN_LIMIT)
+        self.state = barrier_state(pads_G, rank, WAITING_BLOCKS, SPIN_LIMIT)
 
     def barrier(self) -> None:
         from ..kernels.launch import launch_barrier

@@ -74,8 +74,8 @@ def test_without_the_barrier_stale_rows_are_seen() -> None:
     assert sum(wrong[:2]) > 0
 
 
-def test_a_rank_that_does_not_come_is_reported_within_the_spin_limit() -> None:
-    assert "did not arrive" in rank_processes().run(kernel_cases.lonely)[0]
+def test_a_rank_that_does_not_come_is_named_within_the_spin_limit() -> None:
+    assert "rank 1 did not arrive at the barrier" in rank_processes().run(kernel_cases.lonely)[0]
 
 
 @pytest.mark.parametrize("flow", ["tp_scattered", "tp_shuffled"])

@@ -125,6 +125,9 @@ def test_trouble_in_one_rank_ends_all_and_names_it(how, words):
 def test_the_rank_where_the_trouble_began_is_named_not_those_that_lost_their_peer():
     pool = object.__new__(RankPool)
     pool.ranks = 4
+    assert is_broken_connection(
+        RuntimeError("NCCL error in: x.cpp, remote process exited or there was a network error")
+    )
     broken = RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     lost = {0: (broken, "", is_broken_connection(broken)), 1: (broken, "", is_broken_connection(broken))}
     killed = pool._explain("measure", lost | {3: (None, "was killed by SIGSEGV", False)})
