@@ -86,6 +86,8 @@ def modules_imported(package: str) -> dict[str, set[str]]:
         here = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         graph[name] = set()
         for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & paths.keys()
             if not isinstance(node, ast.ImportFrom) or id(node) in typed:
                 continue
             above = here[: len(here) - node.level + 1] if node.level else []
