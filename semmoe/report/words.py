@@ -9,7 +9,14 @@ import pandas as pd
 
 from ..compare import PREDICTED, Comparison
 
-NAMES = {"layer": "Layer", "step": "Step", "ttft": "TTFT", "tpot": "TPOT", "e2e": "End-to-end"}
+NAMES = {
+    "layer": "Layer",
+    "attention": "Attention",
+    "step": "Step",
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "e2e": "End-to-end",
+}
 
 
 def summary_lines(comparison: Comparison) -> list[str]:

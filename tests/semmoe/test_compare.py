@@ -27,6 +27,12 @@ def test_both_sides_join_with_error_and_spread(tmp_path):
     assert c.summary["lar_gap_points"]["max"] == pytest.approx(1.0)
 
 
+def test_attention_of_whole_models_is_told(tmp_path):
+    whole = {"scope": "full_model", "attention_ms": 2.0}
+    c = compare(folder(tmp_path, row(**whole | {"attention_ms": 1.5}), *measured("aaa", [9.0], **whole)))
+    assert "Attention time: median absolute error 25.0 %" in " ".join(c.render().split())
+
+
 def test_a_missing_side_is_shown_and_named(tmp_path):
     c = compare(
         folder(tmp_path, row(), *measured("aaa", [9.0]), row(config="sim"), *measured("real", [5.0], **SEMANTIC))
