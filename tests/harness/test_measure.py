@@ -89,6 +89,15 @@ def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, 
     assert json.loads(checked["environment"])["ranks"] == 2
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.9])
+def test_the_micro_benchmark_measures_the_local_rate_that_its_dial_asks_for(pool, rate):
+    dial = ("experiment=micro", "sweep=[]", "flow=dp", "request_scheduler=oracle", f"trace.local_rate={rate}")
+    run = build(*dial, "trace.requests=16", "trace.prompt_len=32")
+    row, _ = measure_run(pool, run)
+    assert row["lar_measured"] == expected_locality(run)["lar_measured"] == pytest.approx(rate, abs=0.1)
+    assert row["dispatch_ms"] > 0 and row["combine_ms"] > 0 and row["output_error"] < 1e-5
+
+
 def test_a_rank_without_tokens_takes_part(pool):
     run = build("~request_scheduler", "+request_scheduler={_target_: measure_plugins.AllToZero}")
     record = pool.run(measure_batches, run)[1]
