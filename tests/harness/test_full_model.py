@@ -108,7 +108,7 @@ def test_greedy_logits_and_tokens_are_those_of_one_process(pool: RankPool, dispa
 def test_ranks_that_share_the_heads_all_decide_the_tokens_of_one_process(pool: RankPool, ranks: int) -> None:
     with nullcontext(pool) if ranks == pool.ranks else RankPool(ranks) as ranks_pool:
         for flow in FLOWS.values():
-            run = small("measure.tokens=greedy", *flow, f"ep_size={ranks}", "placement=random")
+            run = small("measure.tokens=greedy", *flow, f"ep_size={ranks}", "placement=random", "cluster.file=null")
             first, *others = ranks_pool.run(step_task, run)
             assert_greedy(run, first)
             for of_rank in others:
