@@ -57,6 +57,7 @@ calibrate: $(VENV)/installed
 	$(BIN)/semmoe calibrate
 
 # Predicts held-out configurations of 2 and 4 ranks from a fresh calibration of each, measures them, writes results/accuracy.md
+ACCURACY_ARGS ?= measure.calibration=thorough
 accuracy: $(VENV)/installed
 	rm -rf results/runs/accuracy
 	set -e; for ranks in 2 4; do \
