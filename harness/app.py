@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from semmoe.errors import UserError, nearest
 from semmoe.files import check_writable, write_atomically
+from semmoe.row_files import row_path
 from semmoe.run import Run
 from semmoe.serving.steplog import step_log_path
 from semmoe.session import folder_of
@@ -30,6 +31,7 @@ from .environment import environment, usable_cores
 from .measure import how_measured, is_virtual, measure_run
 from .pool import open_pool
 from .preflight import preflight
+from .record import save_times
 from .torchrun import follow, is_follower, under_torchrun
 
 
@@ -37,7 +39,7 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
     """(run, result row) as each is finished, on one pool for all runs of the same number of ranks; repeats on processes of
     their own, since times of one pool are alike and those of the next are not: their spread is what a prediction can miss by.
 
-    A served run's step log is written beside its row before the row is handed out. An error ends the pool; rows that
+    Raw times, and a served run's step log, are written beside its row before the row is handed out. An error ends the pool; rows that
     were handed out before stay.
     """
     if is_follower():
@@ -54,10 +56,11 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
                 print(found, flush=True)
             told.add(ranks)
             for run in members:
-                row, log = measure_run(pool, run)
+                row, log, times = measure_run(pool, run)
+                folder = folder_of(run.cfg)
                 if log is not None:
-                    path = step_log_path(folder_of(run.cfg), run.config_id, run.repeat)
-                    row["steps_file"] = log.save(path).name
+                    row["steps_file"] = log.save(step_log_path(folder, run.config_id, run.repeat)).name
+                row["times_file"] = save_times(row_path(folder, row).with_suffix(".times.npz"), times).name
                 yield run, row
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from semmoe.errors import UserError
 from semmoe.rows import locality_columns
@@ -27,7 +30,7 @@ from .device.plan import planned_on, planner_of
 from .environment import environment, gpu_libraries, gpu_state
 from .links import PortMeter, link_of
 from .pool import Pool
-from .record import RankRecord, no_collection, time_columns
+from .record import RankRecord, no_collection, time_columns, times_ms
 from .serving.serve import measure_serve
 from .stack import Stack, flush_mb
 from .transport.choose import kernel_path, rank_device
@@ -61,10 +64,16 @@ def measure_batches(context: RankContext, run: Run) -> RankRecord:
     return record
 
 
-def measure_run(
-    pool: Pool, run: Run, progress: Callable[[int, int], None] | None = None
-) -> tuple[dict[str, Any], StepLog | None]:
-    """(result row, log of the step plans of a served run) of one run.
+class Measured(NamedTuple):
+    """Of one run: its result row, the log of a served run's step plans, and raw times (record.times_ms)."""
+
+    row: dict[str, Any]
+    log: StepLog | None
+    times: dict[str, NDArray[np.float64]]
+
+
+def measure_run(pool: Pool, run: Run, progress: Callable[[int, int], None] | None = None) -> Measured:
+    """Execute one run on the pool.
 
     Raises UserError (RankError) when a rank fails or its output is wrong.
     """
@@ -83,7 +92,8 @@ def measure_run(
         meter.add(traffic)
         ports.add(traffic)
     row |= locality_columns(meter, "measured")
-    row |= time_columns(records, planned_per_layer=run.spec.flow == "tp_shuffled", seed=int(run.cfg["seed"]))
+    times = times_ms(records, planned_per_layer=run.spec.flow == "tp_shuffled")
+    row |= time_columns(times, seed=int(run.cfg["seed"]))
     row |= ports.columns(row, link_gbps, link)
     served = records[0].extra
     if served:
@@ -106,7 +116,7 @@ def measure_run(
         "output_error": records[0].output_error,
         "route_flips": records[0].route_flips,
     }
-    return row, served.get("log")
+    return Measured(row, served.get("log"), times)
 
 
 def check_measurable(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""RankRecord: what a rank brings back from a measured run, and the time columns that all ranks' records give."""
+"""RankRecord: what a rank brings back from a measured run, and the times and their columns that all ranks' records give."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import gc
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from semmoe.files import replacing
 from semmoe.planning import RoutedStep
 from semmoe.results import WAITS, summary_ms
 
@@ -70,12 +72,12 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def time_columns(records: list[RankRecord], planned_per_layer: bool, seed: int = 0) -> dict[str, float]:
-    """Columns of phases, waiting, layer and step: mean and percentiles over (step, layer).
+def times_ms(records: list[RankRecord], planned_per_layer: bool) -> dict[str, Float]:
+    """Milliseconds by name: [S, L] of phases, waiting, attention and "layer", [S] of "step".
 
     Layer and step: maximum over ranks. Phases: on the critical path, so they add up to the layer, waiting apart
     (critical_path.py); where the ranks have no clock in common (several machines) or no marks (a CUDA graph), the slowest
-    rank of each phase, its waiting included, and no columns of waiting.
+    rank of each phase, its waiting included, and none of waiting.
     planned_per_layer: the planner chose homes layer by layer, so its time (an even share of the step's) is in the layer.
     """
     layer_GSL = np.array([r.layer_ns_SL for r in records], dtype=np.float64) / 1e6
@@ -92,16 +94,27 @@ def time_columns(records: list[RankRecord], planned_per_layer: bool, seed: int =
     phases_SL["plan"] = phases_SL["plan"] + share_SL
     if planned_per_layer:
         slowest_SL = slowest_SL + share_SL
-    columns: dict[str, float] = {}
-    for name, ms_SL in (phases_SL | waits_SL).items():
-        if ms_SL.any() or name in WAITS:
-            columns |= summary_ms(name, ms_SL.ravel())
+    found = {name: ms_SL for name, ms_SL in phases_SL.items() if ms_SL.any()} | waits_SL
     if records[0].attention_ns_SL:
         attention_GSL = np.array([r.attention_ns_SL for r in records], dtype=np.float64) / 1e6
-        columns |= summary_ms("attention", attention_GSL.max(axis=0).ravel())
-    low, high = bootstrap_mean(slowest_SL.mean(axis=1), seed)
-    columns |= summary_ms("layer", slowest_SL.ravel()) | {"layer_ms_ci_low": low, "layer_ms_ci_high": high}
-    return columns | summary_ms("step", step_GS.max(axis=0))
+        found["attention"] = attention_GSL.max(axis=0)
+    return found | {"layer": slowest_SL, "step": step_GS.max(axis=0)}
+
+
+def time_columns(times: dict[str, Float], seed: int = 0) -> dict[str, float]:
+    """Columns of `times_ms`: mean and percentiles over (step, layer), and a 95 % interval of the layer's mean."""
+    columns: dict[str, float] = {}
+    for name, ms in times.items():
+        columns |= summary_ms(name, ms.ravel())
+    low, high = bootstrap_mean(times["layer"].mean(axis=1), seed)
+    return columns | {"layer_ms_ci_low": low, "layer_ms_ci_high": high}
+
+
+def save_times(path: Path, times: dict[str, Float]) -> Path:
+    """Write the raw times of a run atomically as .npz without pickles: an array of fp32 milliseconds by name."""
+    with replacing(path) as file:
+        np.savez_compressed(file, **{name: ms.astype(np.float32) for name, ms in times.items()})  # type: ignore[arg-type]
+    return path
 
 
 def _share_a_clock(records: list[RankRecord]) -> bool:

@@ -207,6 +207,9 @@ def _columns() -> dict[str, Column]:
         "step_timeline": Column(
             "str", "one step's first MoE layers by phase and rank (simulator): JSON, timeline_trace.py"
         ),
+        "times_file": Column(
+            "str", "raw milliseconds beside the row, .npz: [steps, layers] by phase, layer; [steps] step"
+        ),
         "steps_file": Column("str", "log of the step plans beside the row, for simulate replay="),
     }
     return columns

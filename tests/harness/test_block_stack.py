@@ -50,7 +50,7 @@ def test_a_whole_model_has_a_row_whose_traffic_and_columns_are_the_simulators(
     pool: RankPool, overrides: tuple[str, ...]
 ) -> None:
     run = build(*WHOLE, *overrides)
-    row, _ = measure_run(pool, run)
+    row, *_ = measure_run(pool, run)
     predicted = simulate(build(*WHOLE, *overrides))
     assert row["config_id"] == predicted["config_id"] and row["scope"] == predicted["scope"] == "full_model"
     assert 0 < row["output_error"] < 1e-5

@@ -87,7 +87,7 @@ def test_a_served_run_plans_every_step_on_its_ranks() -> None:
     run = device_run(2, "paper", "transport=shared", "workload=serve", "workload.num_requests=3", "workload.max_output=4",
                      "workload.max_prompt=40", "workload.rate_rps=200")  # fmt: skip
     with RankPool(2) as pool:
-        row, log = measure_run(pool, run)
+        row, log, _ = measure_run(pool, run)
     meter, planner = run.meter(), run.planner()
     assert log is not None and row["planned_on"] == "device"
     for rows_T, queue_T in log.token_rows():

@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named_with_file_and_tensor_and_a_whole_one_runs
         )
 
     pool = RankPool(2)
-    row, _ = measure_run(pool, run_of("whole"))
+    row, *_ = measure_run(pool, run_of("whole"))
     assert row["output_error"] < 1e-5 and row["layer_ms"] > 0 and row["route_flips"] is None
     said = ended_with(pool, measure_batches, run_of("nan"))
     assert said == f"rank 1 of 2: {tmp_path}/nan/model.safetensors: tensor {tensor} holds NaN or infinite values"

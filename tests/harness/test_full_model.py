@@ -180,7 +180,7 @@ def test_a_served_full_model_gives_measured_times_and_the_traffic_of_its_replay(
 ) -> None:
     overrides = (*SMALL, *flow, "placement=random", "measure.warmup=0")
     run = build(*overrides)
-    row, log = measure_run(pool, run)
+    row, log, _ = measure_run(pool, run)
     assert log is not None and row["scope"] == "full_model"
     assert 0 < row["output_error"] < 1e-4
     assert row["route_flips"] < 0.01, "uncut requests: the gate agrees with its own trace"
@@ -201,7 +201,7 @@ def test_a_served_full_model_gives_measured_times_and_the_traffic_of_its_replay(
 def test_the_check_keeps_to_the_tokens_of_a_step(pool: RankPool) -> None:
     low_latency = ("dispatcher=low_latency", "dispatcher.dispatch_dtype=fp32", "dispatcher.combine_dtype=fp32")
     overrides = (*SMALL, "flow=tp_scattered", *low_latency, "workload.num_requests=2", "serving.max_batch_tokens=2")
-    row, _ = measure_run(pool, build(*overrides, "workload.max_prompt=6", "workload.max_output=2", "measure.warmup=0"))
+    row, *_ = measure_run(pool, build(*overrides, "workload.max_prompt=6", "workload.max_output=2", "measure.warmup=0"))
     assert 0 < row["output_error"] < 1e-4
 
 

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from harness import app  # noqa: E402
 from harness.check import TOLERANCE  # noqa: E402
-from harness.measure import measure_batches, measure_run  # noqa: E402
+from harness.measure import Measured, measure_batches, measure_run  # noqa: E402
 from harness.poison import poisoned  # noqa: E402
 from harness.pool import RankPool  # noqa: E402
-from harness.record import RankRecord, bootstrap_mean, time_columns  # noqa: E402
+from harness.record import RankRecord, bootstrap_mean, time_columns, times_ms  # noqa: E402
 from harness.serving.serve import Clock  # noqa: E402
 from harness.stack import Stack, max_home_tokens  # noqa: E402
 from harness.worker import RankContext  # noqa: E402
@@ -25,6 +25,7 @@ from semmoe.errors import UserError  # noqa: E402
 from semmoe.results import check_row  # noqa: E402
 from semmoe.rows import locality_columns  # noqa: E402
 from semmoe.run import Run  # noqa: E402
+from semmoe.session import folder_of  # noqa: E402
 from semmoe.traffic import count_traffic  # noqa: E402
 from tests.harness.measure_kit import build, write_plugins  # noqa: E402
 
@@ -64,8 +65,10 @@ def expected_locality(run: Run) -> dict:
 )
 def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, overrides):
     run = build(*overrides)
-    row, log = measure_run(pool, run)
+    row, log, times = measure_run(pool, run)
     assert log is None
+    shapes = {name: (len(list(run.batch_steps())), 6)[: ms.ndim] for name, ms in times.items()}
+    assert {name: ms.shape for name, ms in times.items()} == shapes and {"layer", "step", "wait"} <= shapes.keys()
     checked = check_row(row)
     for name, value in check_row(row | expected_locality(run)).items():
         assert checked[name] == value, name
@@ -93,7 +96,7 @@ def test_measured_row_is_complete_and_its_locality_is_what_the_routes_say(pool, 
 def test_the_micro_benchmark_measures_the_local_rate_that_its_dial_asks_for(pool, rate):
     dial = ("experiment=micro", "sweep=[]", "flow=dp", "request_scheduler=oracle", f"trace.local_rate={rate}")
     run = build(*dial, "trace.requests=16", "trace.prompt_len=32")
-    row, _ = measure_run(pool, run)
+    row, *_ = measure_run(pool, run)
     assert row["lar_measured"] == expected_locality(run)["lar_measured"] == pytest.approx(rate, abs=0.1)
     assert row["dispatch_ms"] > 0 and row["combine_ms"] > 0 and row["output_error"] < 1e-5
 
@@ -171,7 +174,7 @@ def test_serving_runs_in_real_time_and_logs_what_it_did(pool):
         "serving.max_batch_tokens=32",
     )
     start = time.perf_counter()
-    row, log = measure_run(pool, run)
+    row, log, _ = measure_run(pool, run)
     wall_ms = (time.perf_counter() - start) * 1e3
     checked = check_row(row)
     requests = run.workload.requests
@@ -193,14 +196,20 @@ def test_serving_runs_in_real_time_and_logs_what_it_did(pool):
     assert meter.columns()["dispatch_bytes"] == checked["dispatch_bytes"]
 
 
-def test_every_repeat_has_ranks_of_its_own_except_under_torchrun(monkeypatch):
-    opened = []
+def test_every_repeat_has_ranks_of_its_own_except_under_torchrun(monkeypatch, tmp_path):
+    opened, times = [], {"layer": np.full((2, 3), 0.5), "step": np.ones(2)}
     monkeypatch.setattr(app, "open_pool", lambda ranks, *_: opened.append(ranks) or nullcontext())
     monkeypatch.setattr(app, "preflight", lambda pool, runs: "")
-    monkeypatch.setattr(app, "measure_run", lambda pool, run: ({}, None))
-    run = build()
+    monkeypatch.setattr(
+        app, "measure_run", lambda pool, run: Measured(run.identity("harness", "shared", "torch"), None, times)
+    )
+    run = build(f"results_dir={tmp_path}")
     repeats = [replace(run, repeat=r) for r in (0, 0, 1, 2)]
-    assert len(list(app.measure(repeats))) == 4 and opened == [2, 2, 2]
+    rows = [row for _, row in app.measure(repeats)]
+    assert len(rows) == 4 and opened == [2, 2, 2]
+    for row in rows:
+        with np.load(folder_of(run.cfg) / row["times_file"]) as kept:
+            assert {name: kept[name].tolist() for name in kept} == {name: ms.tolist() for name, ms in times.items()}
     opened.clear()
     monkeypatch.setattr(app, "under_torchrun", lambda: True)
     assert len(list(app.measure(repeats))) == 4 and opened == [2]
@@ -225,7 +234,7 @@ def record(layer_ms_SL, gate_ms, plan_ms_S=(0.0, 0.0)) -> RankRecord:
 
 def test_times_are_the_slowest_rank_of_each_step_and_layer_before_any_mean():
     ranks = [record([[1.0, 4.0], [2.0, 2.0]], 0.5), record([[3.0, 1.0], [2.0, 5.0]], 1.0)]
-    columns = time_columns(ranks, planned_per_layer=False)
+    columns = time_columns(times_ms(ranks, planned_per_layer=False))
     assert columns["layer_ms"] == pytest.approx((3 + 4 + 2 + 5) / 4)
     assert columns["gate_ms"] == pytest.approx(1.0)
     assert columns["step_ms"] == pytest.approx((5 + 7) / 2)
@@ -235,7 +244,7 @@ def test_times_are_the_slowest_rank_of_each_step_and_layer_before_any_mean():
 
 def test_planning_belongs_to_the_layer_only_where_it_is_done_per_layer():
     ranks = [record([[1.0, 1.0], [1.0, 1.0]], 0.5, (2.0, 4.0))]
-    outside, inside = (time_columns(ranks, planned_per_layer=p) for p in (False, True))
+    outside, inside = (time_columns(times_ms(ranks, planned_per_layer=p)) for p in (False, True))
     assert outside["layer_ms"] == pytest.approx(1.0) and inside["layer_ms"] == pytest.approx(2.5)
     assert outside["plan_ms"] == inside["plan_ms"] == pytest.approx(1.5)
     assert outside["step_ms"] == inside["step_ms"] == pytest.approx(5.0)
@@ -265,8 +274,8 @@ def test_virtual_ranks_count_what_processes_count(pool):
 
     run = build("flow=tp_shuffled", "transport=virtual")
     with VirtualPool(2) as threads:
-        row, _ = measure_run(threads, run)
-    other, _ = measure_run(pool, build("flow=tp_shuffled"))
+        row, *_ = measure_run(threads, run)
+    other, *_ = measure_run(pool, build("flow=tp_shuffled"))
     assert (row["transport"], row["kernel_path"], row["config_id"]) == ("virtual", "torch", other["config_id"])
     assert "2 virtual ranks on one CPU" in row["provenance"] and row["output_error"] < 1e-5
     counted = [key for key in other if key.endswith(("_measured", "_bytes")) or key.startswith("imbalance")]
@@ -274,8 +283,8 @@ def test_virtual_ranks_count_what_processes_count(pool):
 
 
 def test_cold_caches_are_asked_for_named_in_the_row_and_refused_where_they_mean_nothing(pool):
-    row, _ = measure_run(pool, build("measure.flush_mb=8"))
-    warm, _ = measure_run(pool, build())
+    row, *_ = measure_run(pool, build("measure.flush_mb=8"))
+    warm, *_ = measure_run(pool, build())
     assert check_row(row)["flush_mb"] == 8 and row["config_id"] == warm["config_id"]
     assert row["settings_digest"] != warm["settings_digest"]
     for overrides in (("measure.flush_mb=-1",), ("measure.flush_mb=much",), ("measure.flush_mb=1", "workload=serve")):
