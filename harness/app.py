@@ -39,8 +39,8 @@ def measure(runs: Sequence[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
     """(run, result row) as each is finished, on one pool for all runs of the same number of ranks; repeats on processes of
     their own, since times of one pool are alike and those of the next are not: their spread is what a prediction can miss by.
 
-    Raw times, and a served run's step log, are written beside its row before the row is handed out. An error ends the pool; rows that
-    were handed out before stay.
+    Raw times, and a served run's step log, are written beside its row before the row is handed out. An error ends the
+    pool; rows that were handed out before stay.
     """
     if is_follower():
         follow(_timeout_s(runs[0]) if runs else 120.0)
