@@ -24,7 +24,9 @@ demo: $(VENV)/installed
 paper: $(VENV)/installed
 	$(BIN)/python -m simulator.paper
 
-test: $(VENV)/installed lint types unit
+# Types are one process and most tests wait: both at once end sooner
+test: $(VENV)/installed lint
+	+$(MAKE) --no-print-directory -j2 types unit
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('semmoe needs Python 3.11 or newer, this is ' + sys.version) if sys.version_info < (3, 11) else 0"

@@ -49,9 +49,9 @@ SMALL = Effort(
     local_tokens=(8, 384),
     planned_tokens=(32, 128),
     pools=2,
-    samples=2,
+    samples=1,
     inner=3,
-    local_samples=3,
+    local_samples=2,
     entries=(1, 8),
 )
 

@@ -20,8 +20,8 @@ from test_schedule_priced import KINDS, scores
 
 def test_the_kernel_gives_the_homes_of_the_reference() -> None:
     """Random, skewed, clustered, tied and equal scores; tight and loose capacity; several chunks (24 ranks)."""
-    cases = [(scores(kind, 100, 8), 13) for kind in KINDS]  # tight
-    cases += [(scores(kind, 400, 24), 20) for kind in ("skewed", "equal")]  # loose, two chunks
+    cases = [(scores(kind, 60, 8), 8) for kind in KINDS]  # tight
+    cases += [(scores(kind, 280, 24), 14) for kind in ("skewed", "equal")]  # loose, two chunks
     cases += [(scores("random", tokens, ranks), -(-tokens // ranks)) for tokens, ranks in ((1, 8), (7, 3), (64, 1))]
     negative = (np.array([[-5, -9], [-5, -70000], [3, -2]], dtype=np.int32), 2)
     rank_processes().run(on_rank_zero, kernel_cases_home.check_homes, (cases + [negative],))
