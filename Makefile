@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Point pip at another wheel index, e.g. make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
-# Processes that run the tests, a file at a time
-TEST_WORKERS ?= 2
+# Processes that run the tests, a file at a time; three on two cores, since many tests wait for ranks
+TEST_WORKERS ?= 3
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -24,9 +24,7 @@ demo: $(VENV)/installed
 paper: $(VENV)/installed
 	$(BIN)/python -m simulator.paper
 
-# Types are one process and most tests wait: both at once end sooner
-test: $(VENV)/installed lint
-	+$(MAKE) --no-print-directory -j2 types unit
+test: $(VENV)/installed lint types unit
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('semmoe needs Python 3.11 or newer, this is ' + sys.version) if sys.version_info < (3, 11) else 0"
