@@ -36,7 +36,7 @@ from semmoe.errors import UserError
 from semmoe.files import write_atomically
 from semmoe.rows import commit
 
-from ..device.clock import SLEEP_CYCLES
+from ..device.clock import SLEEP_CYCLES, warm_up
 from ..environment import environment, gpu_libraries, gpu_state
 from ..transport.symmetric_checks import no_gpu_reason
 from .rows import add_ratios, add_spread, between, raw_times, sentence, summary, timed_rows, without_times
@@ -48,7 +48,6 @@ FLUSH_BYTES = 256 << 20
 COPY_BYTES = 1 << 30
 REPLAYS = {"graph_warm": 1000, "graph_cold": 100}
 EAGER = 100
-WARM_UPS = 3  # compile kernels and let libraries allocate, before anything is captured
 SLEPT = 100  # replays that the host launches within one sleep of the device
 MOST_RANKS, RANK_TOKENS, RANK_ROUNDS = 8, (128, 4096), 100  # between GPUs
 
@@ -197,12 +196,7 @@ def graph_times(
 
     The device sleeps before every SLEPT iterations, so that launches are queued ahead of it; of "eager" ones it does not:
     there the host counts, as without a graph it does."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(run)
     times_us = {"eager_warm": [host_us(run) for _ in range(EAGER)]}
     if not captured:
         return times_us, run()

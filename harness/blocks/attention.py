@@ -86,19 +86,26 @@ class Attention(Protocol):
     def __call__(self, rows_nH: Tensor, sequences: Sequences) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Caches:
+    """What a block keeps keys and values for: at most so many sequences of a queue, of so many positions each."""
+
+    queue: int
+    most_sequences: int
+    positions: int
+
+
 def make_attention(
     weights: BlockWeights,
     layer: int,
     shard: HeadShard,
-    queue: int,
-    most_sequences: int,
-    positions: int,
+    caches: Caches,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Attention:
-    """The attention of decoder layer `layer` with the heads of `shard`, and caches for that many sequences of `queue`."""
+    """The attention of decoder layer `layer` with the heads of `shard`."""
     kind = GroupedQuery if weights.model.attention == "gqa" else Latent
-    return kind(weights, layer, shard, queue, most_sequences, positions, dtype, device)
+    return kind(weights, layer, shard, caches, dtype, device)
 
 
 class GroupedQuery:
@@ -107,9 +114,7 @@ class GroupedQuery:
         weights: BlockWeights,
         layer: int,
         shard: HeadShard,
-        queue: int,
-        most_sequences: int,
-        positions: int,
+        caches: Caches,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -119,9 +124,9 @@ class GroupedQuery:
         qkv = torch.cat([full["q"][heads], full["k"][kv], full["v"][kv]])
         self.qkv_OH, self.o_HO = qkv.to(device, dtype), full["o"][:, heads].contiguous().to(device, dtype)
         self.shard, self.size = shard, size
-        self.tables = _tables(size, positions, dtype, device)
-        shape = (2, most_sequences, model.num_kv_heads, positions, size)
-        own = weights.cache(layer, queue, shape)[:, :, shard.kv_heads]
+        self.tables = _tables(size, caches.positions, dtype, device)
+        shape = (2, caches.most_sequences, model.num_kv_heads, caches.positions, size)
+        own = weights.cache(layer, caches.queue, shape)[:, :, shard.kv_heads]
         self.key_BKSD, self.value_BKSD = own.to(device, dtype).contiguous()
 
     def __call__(self, rows_nH: Tensor, sequences: Sequences) -> Tensor:
@@ -155,9 +160,7 @@ class Latent:
         weights: BlockWeights,
         layer: int,
         shard: HeadShard,
-        queue: int,
-        most_sequences: int,
-        positions: int,
+        caches: Caches,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -173,9 +176,9 @@ class Latent:
         self.v_up_NVC = full["v_up"][elements(shard.heads, model.v_head_dim)].reshape(heads, model.v_head_dim, -1)
         self.o_HO = full["o"][:, elements(shard.heads, model.v_head_dim)].contiguous()
         self.scale = query**-0.5
-        self.tables = _tables(model.rope_head_dim, positions, dtype, device)
-        shape = (most_sequences, positions, model.kv_lora_rank + model.rope_head_dim)
-        self.row_BSO = weights.cache(layer, queue, shape).to(device, dtype)
+        self.tables = _tables(model.rope_head_dim, caches.positions, dtype, device)
+        shape = (caches.most_sequences, caches.positions, model.kv_lora_rank + model.rope_head_dim)
+        self.row_BSO = weights.cache(layer, caches.queue, shape).to(device, dtype)
 
     def __call__(self, rows_nH: Tensor, sequences: Sequences) -> Tensor:
         model, heads = self.model, self.shard.num_heads

@@ -28,7 +28,7 @@ from semmoe.specs import ModelSpec
 from ..layer import InBlock, LayerOutput, MoELayer
 from ..reference.shuffle import rms_norm
 from ..transport.base import Transport
-from .attention import Attention, Sequences, make_attention
+from .attention import Attention, Caches, Sequences, make_attention
 from .head_shard import HeadShard
 from .weights import BlockWeights
 
@@ -97,12 +97,10 @@ class Blocks:
         self.shard = HeadShard(model) if self.dp else HeadShard(model, rank, ranks)
         self._forward = forward or partial(_forward, moe_layers)
         by_id = dict(zip(model.layer_ids, moe_layers, strict=True))
-        queue = rank if self.dp else 0
+        caches = Caches(rank if self.dp else 0, most_sequences, positions)
         self.blocks = []
         for layer in range(model.num_layers):
-            attention = make_attention(
-                self.weights, layer, self.shard, queue, most_sequences, positions, self.dtype, self.device
-            )
+            attention = make_attention(self.weights, layer, self.shard, caches, self.dtype, self.device)
             input_norm, post_norm = (self._norm(layer, name) for name in ("input_norm", "post_norm"))
             moe = by_id.get(layer)
             feed_forward = moe or self._mlp(layer, shared=False, split=not self.dp)

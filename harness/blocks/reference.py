@@ -20,7 +20,6 @@ from .weights import BlockWeights
 
 EPS = 1e-6
 Matrices = dict[str, Tensor]
-CacheOf = Callable[[int, tuple[int, ...]], Tensor]  # (queue, shape) -> what its sequences have from before
 Experts = Callable[[Tensor], Tensor]  # normalised rows [T, H] -> what the routed experts of a layer make of them
 
 
@@ -38,14 +37,20 @@ def block(
     most_sequences, positions: what caches are made for. experts: None in a dense layer."""
     model = weights.model
     rows_TH = norm(x_TH, weights.norm(layer, "input_norm", model.hidden))
-    attend, matrices = (_gqa, weights.gqa(layer)) if model.attention == "gqa" else (_mla, weights.mla(layer))
-    cache_of = cache(partial(weights.cache, layer))
+    shape: tuple[int, ...]
+    if model.attention == "gqa":
+        attend, matrices = _gqa, weights.gqa(layer)
+        shape = (2, most_sequences, model.num_kv_heads, positions, model.head_dim)
+    else:
+        attend, matrices = _mla, weights.mla(layer)
+        shape = (most_sequences, positions, model.kv_lora_rank + model.rope_head_dim)
+    kept_by = cache(partial(weights.cache, layer, shape=shape))
     parts, begin, place = [x_TH.new_zeros(0, model.hidden)], 0, dict[int, int]()
     for queue, start, count in zip(plan.rank_N.tolist(), plan.start_N.tolist(), plan.count_N.tolist(), strict=True):
         number = place.get(queue, 0)  # of the sequence in its queue
         place[queue] = number + 1
         own_cH = rows_TH[begin : begin + count]
-        parts.append(attend(model, matrices, cache_of, own_cH, start, queue, number, most_sequences, positions))
+        parts.append(attend(model, matrices, kept_by(queue), own_cH, start, number))
         begin += count
     x_TH = x_TH + torch.cat(parts)
     rows_TH = norm(x_TH, weights.norm(layer, "post_norm", model.hidden))
@@ -68,19 +73,9 @@ def norm(rows: Tensor, weight: Tensor) -> Tensor:
     return rows / (rows.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def _gqa(
-    model: ModelSpec,
-    matrices: Matrices,
-    cache_of: CacheOf,
-    x_cH: Tensor,
-    start: int,
-    queue: int,
-    number: int,
-    most: int,
-    positions: int,
-) -> Tensor:
+def _gqa(model: ModelSpec, matrices: Matrices, kept: Tensor, x_cH: Tensor, start: int, number: int) -> Tensor:
     size = model.head_dim
-    cached = cache_of(queue, (2, most, model.num_kv_heads, positions, size))[:, number, :, :start]
+    cached = kept[:, number, :, :start]
     query, key, value = ((x_cH @ matrices[name].T).view(len(x_cH), -1, size) for name in "qkv")
     query, key = turned(query, start), turned(key, start)
     shared = model.num_heads // model.num_kv_heads
@@ -93,21 +88,11 @@ def _gqa(
     return out.reshape(len(x_cH), -1) @ matrices["o"].T
 
 
-def _mla(
-    model: ModelSpec,
-    matrices: Matrices,
-    cache_of: CacheOf,
-    x_cH: Tensor,
-    start: int,
-    queue: int,
-    number: int,
-    most: int,
-    positions: int,
-) -> Tensor:
+def _mla(model: ModelSpec, matrices: Matrices, kept: Tensor, x_cH: Tensor, start: int, number: int) -> Tensor:
     latent, size, rope = model.kv_lora_rank, model.head_dim, model.rope_head_dim
     row = x_cH @ matrices["kv_down"].T
     row_cO = torch.cat([norm(row[:, :latent], matrices["kv_norm"]), turned(row[:, None, latent:], start)[:, 0]], dim=1)
-    cached_SO = cache_of(queue, (most, positions, latent + rope))[number, :start]
+    cached_SO = kept[number, :start]
     row_SO = torch.cat([cached_SO, row_cO])
     asked = norm(x_cH @ matrices["q_down"].T, matrices["q_norm"]) if "q_down" in matrices else x_cH
     query = (asked @ matrices["q"].T).view(len(x_cH), model.num_heads, size + rope)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from semmoe.batch_form import BatchForm
 from semmoe.run import Run
 
-from ..blocks.attention import Sequences, make_attention
+from ..blocks.attention import Caches, Sequences, make_attention
 from ..blocks.forward import Mlp
 from ..blocks.head_shard import HeadShard
 from ..blocks.weights import BlockWeights
@@ -80,7 +80,7 @@ def _attend(
     weights: BlockWeights, layer: int, shard: HeadShard, form: BatchForm, tokens: int, dtype: torch.dtype
 ) -> Callable[[], Tensor]:
     """One attention block: norm, attention; with all heads also the residual and the norm behind it."""
-    attention = make_attention(weights, layer, shard, 0, form.sequences(tokens), form.positions, dtype)
+    attention = make_attention(weights, layer, shard, Caches(0, form.sequences(tokens), form.positions), dtype)
     norm_H = weights.norm(layer, "input_norm", weights.model.hidden).to(dtype)
     sequences = Sequences.of(form.plan([tokens]), 0)
     x_nH = torch.randn(tokens, weights.model.hidden).to(dtype)

@@ -33,7 +33,7 @@ from ..weights import RandomWeights
 from ..worker import RankContext
 from .attention import attention_operations, end_operations, is_tiny
 from .blocks import block_operations
-from .collectives import Case, per_call, time_collectives
+from .collectives import Case, Work, per_call, time_collectives
 from .fit import Samples, steady
 from .local_work import expert_operations, gate_operations, permute_operations, time_machine
 from .planning import PARTS, Points, plan_operations, planning_terms
@@ -112,9 +112,7 @@ def collect(
             effort.samples,
             effort.inner,
             members,
-            busy_us,
-            layer_bytes,
-            usable_cores(),
+            Work(busy_us, layer_bytes, ranks_per_core=-(-members // usable_cores())),
             progress=lambda done, total: progress("collectives", done, total),
         )
         for case in cases:

@@ -4,7 +4,7 @@ Wall clock: `inner` calls in a row after one barrier, so that the ranks wait for
 first two are kept apart: they also wait for the ranks that leave the barrier late, and for each other at the end, as the
 exchanges of a layer do that is timed alone. Both readings count from the barrier on, and the slowest rank is taken of each
 before they are subtracted: of single calls another rank is the slowest each time.
-Before every call each rank burns CPU time on as much memory as the experts of a layer take, `busy_us` on average, which is
+Before every call each rank burns CPU time on as much memory as the experts of a layer take, `Work.busy_us` on average, which is
 taken off again (times the ranks of a core): there, a message waits until the scheduler runs its receiver, and that takes
 longer when the ranks also compute; and what the call itself needs is no longer in the caches. No two burns are alike: with
 one length the ranks fall into step with the scheduler's slices, and microseconds of a call of 6 rows of 4 ranks on 2 cores
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,7 @@ def time_collectives(
     samples: int,
     inner: int,
     members: int,
-    busy_us: float,
-    layer_bytes: int,
-    cores: int,
+    work: Work,
 ) -> dict[Case, NDArray[np.float64]]:
     """[samples, 2] of microseconds from the barrier to the end of (the second call, the last one) for every case among
     the first `members` ranks, over the transport `name`. Values are this rank's own; `per_call` takes the slowest."""
@@ -72,7 +70,6 @@ def time_collectives(
     transport = make_transport(name, group, STAGE_BYTES)
     assert isinstance(transport, RowTransport)
     transport.counter.reset()  # it stays on, as in a measured layer, and forgets: no layer has started
-    work = Work(busy_us, burnt_memory(layer_bytes), ranks_per_core=-(-members // cores))
     operations: dict[Case, Operation] = {
         case: partial(_in_a_row, _collective(transport, case, hidden, group), inner, work) for case in cases
     }
@@ -98,9 +95,13 @@ class Work:
     """What ranks do between two calls, all of them the same: they draw from one sequence."""
 
     busy_us: float
-    burnt: Tensor
+    layer_bytes: int
     ranks_per_core: int
     rng: np.random.Generator = field(default_factory=partial(np.random.default_rng, 0))
+
+    @cached_property
+    def burnt(self) -> Tensor:
+        return burnt_memory(self.layer_bytes)
 
     def do(self) -> float:
         """Returns by how many microseconds it delays the ranks of this core."""

@@ -19,6 +19,17 @@ import torch.distributed as dist
 from ..timing import NO_PHASE, Output, PhaseTimer
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms at 2 GHz
+WARM_UPS = 3  # compile kernels and let libraries allocate, before anything is captured
+
+
+def warm_up(run: Callable[[], Any]) -> None:
+    """Calls of `run` on a stream of their own, which a capture asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def device_ns(work: Callable[[], Any], meet: Callable[[], Any] | None = None, cuda: Any = torch.cuda) -> int:

@@ -30,14 +30,13 @@ from ..transport.pull import PullTransport
 from ..transport.staged import StagedTransport
 from ..transport.virtual import VirtualTransport
 from ..worker import RankContext
-from .clock import device_ns, devices_meet
+from .clock import device_ns, devices_meet, warm_up
 from .fixed import FixedBuffers, Shape, bucket, largest_sizes, total_bytes
 
 if TYPE_CHECKING:
     from .layer import DeviceLayer, Planned
 
 ON = "on"  # column cuda_graph of a row whose layers were replayed
-WARM_UPS = 3  # compile the kernels and let libraries allocate, before anything is captured
 
 
 def why_eager(run: Run, device: torch.device) -> str | None:
@@ -189,12 +188,7 @@ class Replay:
 
 def record(once: Callable[[], None], pool: Any) -> Callable[[], None]:
     """A CUDA graph of `once` on the current device. pool: memory of all graphs, which are replayed one at a time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(once)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may ask for events
         once()

@@ -12,7 +12,7 @@ import torch
 from layer_cases import EXPERTS, LAYER_IDS, LAYERS, TOP_K, CaseWeights, make_placement, relative_error
 
 from harness.blocks import reference
-from harness.blocks.attention import Sequences, make_attention
+from harness.blocks.attention import Caches, Sequences, make_attention
 from harness.blocks.forward import Blocks
 from harness.blocks.head_shard import HeadShard
 from harness.blocks.weights import BlockWeights
@@ -163,7 +163,7 @@ def wrong_heads(blocks: Blocks) -> None:
     """Rank 1 has the heads of rank 0 in one block."""
     if blocks.transport.rank == 1:
         shard = blocks.shard if blocks.dp else HeadShard(blocks.model, 0, 2)
-        attention: Any = make_attention(blocks.weights, 1, shard, 0, 7, 10)
+        attention: Any = make_attention(blocks.weights, 1, shard, Caches(0, 7, 10))
         blocks.blocks[1] = replace(blocks.blocks[1], attention=attention)
         if blocks.dp:  # all heads are there: mix them up
             attention.o_HO = attention.o_HO.roll(1, dims=1)

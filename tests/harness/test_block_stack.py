@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.blocks.attention import make_attention
+from harness.blocks.attention import Caches, make_attention
 from harness.blocks.check import check_blocks
 from harness.blocks.head_shard import HeadShard
 from harness.blocks.memory import block_bytes
@@ -79,7 +79,7 @@ def test_mixed_up_heads_are_noticed_and_their_block_named() -> None:
 def test_bytes_are_those_of_the_tensors() -> None:
     run = build(*WHOLE, "flow=tp_replicated", "dispatcher=none", "workload.form=decode")
     weights, shard, form = BlockWeights(run.model), HeadShard(run.model, 0, 2), run.batch_form
-    attention: Any = make_attention(weights, 0, shard, 0, form.sequences(48), form.positions)
+    attention: Any = make_attention(weights, 0, shard, Caches(0, form.sequences(48), form.positions))
     tensors = (attention.qkv_OH, attention.o_HO, attention.key_BKSD, attention.value_BKSD)
     kept = run.model.num_layers * sum(t.numel() for t in tensors)
     head = run.model.vocab_size * run.model.hidden

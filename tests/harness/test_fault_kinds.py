@@ -20,7 +20,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from harness import preflight  # noqa: E402
 from harness.blocks.forward import Blocks  # noqa: E402
-from harness.calibration.collectives import Case, time_collectives  # noqa: E402
+from harness.calibration.collectives import Case, Work, time_collectives  # noqa: E402
 from harness.layer import MoELayer  # noqa: E402
 from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.pool import RankError, RankPool  # noqa: E402
@@ -132,7 +132,7 @@ def killed_calibrating_task(context: RankContext, *arguments: Any) -> Any:
 
 def test_a_rank_killed_while_calibrating_is_named() -> None:
     said = ended_with(
-        RankPool(2), killed_calibrating_task, "shared", [Case("dispatch", 6)], 32, 4, 2, 2, 0.0, 1 << 12, 2
+        RankPool(2), killed_calibrating_task, "shared", [Case("dispatch", 6)], 32, 4, 2, 2, Work(0.0, 1 << 12, 1)
     )
     assert "rank 1 of 2 was killed by SIGKILL during killed_calibrating_task" in said
 

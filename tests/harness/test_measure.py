@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness import app  # noqa: E402
 from harness.check import TOLERANCE  # noqa: E402
-from harness.measure import Measured, measure_batches, measure_run  # noqa: E402
+from harness.measure import measure_batches, measure_run  # noqa: E402
 from harness.poison import poisoned  # noqa: E402
 from harness.pool import RankPool  # noqa: E402
 from harness.record import RankRecord, bootstrap_mean, time_columns, times_ms  # noqa: E402
@@ -25,7 +22,6 @@ from semmoe.errors import UserError  # noqa: E402
 from semmoe.results import check_row  # noqa: E402
 from semmoe.rows import locality_columns  # noqa: E402
 from semmoe.run import Run  # noqa: E402
-from semmoe.session import folder_of  # noqa: E402
 from semmoe.traffic import count_traffic  # noqa: E402
 from tests.harness.measure_kit import build, write_plugins  # noqa: E402
 
@@ -194,25 +190,6 @@ def test_serving_runs_in_real_time_and_logs_what_it_did(pool):
         meter.add(count_traffic(routed.slots_TLk, routed.homes_TL, run.recipe.slots, run.ep_size, run.spec))
     assert meter.columns()["lar"] == checked["lar_measured"]
     assert meter.columns()["dispatch_bytes"] == checked["dispatch_bytes"]
-
-
-def test_every_repeat_has_ranks_of_its_own_except_under_torchrun(monkeypatch, tmp_path):
-    opened, times = [], {"layer": np.full((2, 3), 0.5), "step": np.ones(2)}
-    monkeypatch.setattr(app, "open_pool", lambda ranks, *_: opened.append(ranks) or nullcontext())
-    monkeypatch.setattr(app, "preflight", lambda pool, runs: "")
-    monkeypatch.setattr(
-        app, "measure_run", lambda pool, run: Measured(run.identity("harness", "shared", "torch"), None, times)
-    )
-    run = build(f"results_dir={tmp_path}")
-    repeats = [replace(run, repeat=r) for r in (0, 0, 1, 2)]
-    rows = [row for _, row in app.measure(repeats)]
-    assert len(rows) == 4 and opened == [2, 2, 2]
-    for row in rows:
-        with np.load(folder_of(run.cfg) / row["times_file"]) as kept:
-            assert {name: kept[name].tolist() for name in kept} == {name: ms.tolist() for name, ms in times.items()}
-    opened.clear()
-    monkeypatch.setattr(app, "under_torchrun", lambda: True)
-    assert len(list(app.measure(repeats))) == 4 and opened == [2]
 
 
 def test_the_clock_leaves_out_pauses():
