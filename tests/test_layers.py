@@ -110,6 +110,19 @@ def test_the_rule_would_be_seen_to_fail(tmp_path):
     assert imports(path, top_level_only=False) == {"simulator"}
 
 
+def test_no_test_imports_another_test_and_helpers_have_names_of_their_own():
+    """Which of two files of one name is found depends on the order in which tests are collected."""
+    paths = files("tests")
+    helpers = [path.stem for path in paths if not path.stem.startswith("test_") and path.stem != "conftest"]
+    assert len(paths) > 100 and len(set(helpers)) == len(helpers)
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            named += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            tests = [name for name in named if name.split(".")[-1].startswith("test_")]
+            assert not tests, f"{path} imports {tests}: what tests share belongs in a file that is no test"
+
+
 def test_every_package_of_the_tree_is_in_the_wheel_and_nothing_else():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     present = {

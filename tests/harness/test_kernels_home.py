@@ -15,7 +15,7 @@ from kernel_cases import on_rank_zero
 from rank_processes import rank_processes
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "semmoe"))
-from test_schedule_priced import KINDS, scores
+from home_scores import KINDS, scores
 
 
 def test_the_kernel_gives_the_homes_of_the_reference() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_trace
-from test_traffic_equality import HIDDEN, RANKS, SLOTS, Scores
+from traffic_cases import HIDDEN, RANKS, SLOTS, Scores
 
 from harness.counting import gather_traffic
 from harness.layer import Routes, build_layers

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_trace
 from rank_processes import rank_processes, transport_of
+from traffic_cases import HIDDEN, RANKS, SLOTS, Scores
 
 from harness import dispatchers
 from harness.counting import Counter, CountError, gather_traffic, traffic_of
@@ -24,18 +25,7 @@ from semmoe.replica_router import LeastLoaded
 from semmoe.schedule.semantic import Semantic
 from semmoe.traffic import Traffic, count_traffic, differences
 
-RANKS, HIDDEN, SLOTS = 4, 16, 12
 PAIRS = valid_pairs()
-
-
-class Scores:
-    """A predictor that prefers a rank per token and layer, so that homes differ between layers."""
-
-    lookback = 0
-
-    def scores(self, token_ids_T: Any, layer: int, history: Any, placement: Placement) -> tuple[Any, Any]:
-        wanted_T = (token_ids_T * 7 + layer) % placement.ep_size
-        return (wanted_T[:, None] == np.arange(placement.ep_size)).astype(np.int32) * 100, np.ones(len(wanted_T))
 
 
 class Weights:

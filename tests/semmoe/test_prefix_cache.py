@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_serving import drive
+from serving_kit import drive
 
 from semmoe.schedule.round_robin import RoundRobin
 from semmoe.schedule.windowed import Windowed

@@ -20,6 +20,7 @@ from semmoe.traffic.collective import Collective
 from semmoe.traffic.locality import LocalityMeter
 from simulator.cost.collectives import CollectiveCost
 from simulator.cost.model import CostModel
+from simulator.layer import LayerTimes
 from simulator.step_timer import StepTimer
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -110,3 +111,21 @@ def price(traffic, made, dispatch=None, **options):
     dispatch = dispatch or spec(dispatcher="low_latency")
     cost = CollectiveCost(made, dispatch, traffic.ep_size, 2, **options)
     return {name: float(us[0]) for name, us in cost.phases_us(traffic).items()}, cost
+
+
+class ConstantTimer:
+    """Stands for a StepTimer whose every step takes `step_ms`: a degenerate machine."""
+
+    def __init__(self, step_ms: float) -> None:
+        self.timeline, self.step_ms = timer_for().timeline, step_ms
+
+    def run_plan(self, step, tokens, queues):
+        self.timeline.plans.append(step)
+        self.timeline.steps.append(LayerTimes({}, self.step_ms))
+        return self.timeline.steps[-1]
+
+    def run_ahead(self, stretch, tokens, queues):
+        return [self.run_plan(stretch.first, tokens, queues).step_ms]
+
+    def keep(self, steps):
+        pass

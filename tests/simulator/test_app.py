@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
+from composed_runs import BATCHES, SERVE, UNCALIBRATED, build
 
 from semmoe.builder import RunBuilder
-from semmoe.config import compose_all
 from semmoe.dispatch import valid_pairs
 from semmoe.errors import UserError
 from semmoe.results import check_row
@@ -18,20 +18,12 @@ from simulator.app import load_log, simulate, step_timer
 from simulator.engine import simulate_serving
 from simulator.layer import PHASES
 
-BATCHES = ("planned_folds=0", "workload.max_batches=3")
-UNCALIBRATED = "cluster.file=null"  # whatever this machine's calibration says
 BASE = (*BATCHES, UNCALIBRATED)
-SERVE = ("planned_folds=0", UNCALIBRATED, "workload=serve", "workload.num_requests=12", "workload.rate_rps=50")
 
 
 @pytest.fixture(scope="module")
 def builder() -> RunBuilder:
     return RunBuilder()
-
-
-def build(builder: RunBuilder, *overrides: str):
-    (config,) = compose_all(overrides)
-    return builder.build(config)
 
 
 @pytest.mark.parametrize(("flow", "dispatcher"), valid_pairs())

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from composed_runs import build
 from conftest import make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_kit import timer_for
-from test_app import build
 
 from semmoe.builder import RunBuilder
 from semmoe.dispatch import valid_pairs

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from composed_runs import SERVE, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_kit import cluster, toy_model
-from test_app import SERVE, build
-from test_engine import ConstantTimer
+from simulator_kit import ConstantTimer, cluster, toy_model
 
 from semmoe.builder import RunBuilder
 from semmoe.errors import UserError

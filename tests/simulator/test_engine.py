@@ -12,7 +12,6 @@ from semmoe.serving import PREFILL, Request, ServingLimits, ServingLoop
 from semmoe.serving.workload import Workload, batches
 from semmoe.traffic import count_traffic
 from simulator.engine import replay, simulate_batches, simulate_serving
-from simulator.layer import LayerTimes
 from simulator.traffic_source import TracedTraffic
 
 
@@ -72,24 +71,6 @@ def test_same_seed_same_timeline(full_model):
     for name in ("step", "layer", "dispatch", "experts"):
         assert runs[0].phase_ms(name).tobytes() == runs[1].phase_ms(name).tobytes()
     assert runs[0].meter.columns() == runs[1].meter.columns()
-
-
-class ConstantTimer:
-    """Stands for a StepTimer whose every step takes `step_ms`: a degenerate machine."""
-
-    def __init__(self, step_ms: float) -> None:
-        self.timeline, self.step_ms = timer_for().timeline, step_ms
-
-    def run_plan(self, step, tokens, queues):
-        self.timeline.plans.append(step)
-        self.timeline.steps.append(LayerTimes({}, self.step_ms))
-        return self.timeline.steps[-1]
-
-    def run_ahead(self, stretch, tokens, queues):
-        return [self.run_plan(stretch.first, tokens, queues).step_ms]
-
-    def keep(self, steps):
-        pass
 
 
 def test_replay_reexecutes_the_logged_plans_and_counts_the_same_traffic():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from composed_runs import SERVE, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_kit import timer_for
-from test_app import SERVE, build
 
 from semmoe.builder import RunBuilder
 from semmoe.serving import StepPlan

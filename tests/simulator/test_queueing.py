@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from composed_runs import build
 from conftest import make_trace
-from simulator_kit import cluster, timer_for, toy_model
-from test_app import build
-from test_engine import ConstantTimer
+from simulator_kit import ConstantTimer, cluster, timer_for, toy_model
 
 from semmoe.builder import RunBuilder
 from semmoe.schedule.round_robin import RoundRobin

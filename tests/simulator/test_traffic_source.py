@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_app import BATCHES, SERVE, build
+from composed_runs import BATCHES, SERVE, build
 
 import semmoe.traffic.wiring
 from semmoe.builder import RunBuilder
