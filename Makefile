@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Point pip at another wheel index, e.g. make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
-# Processes that run the tests, a file at a time; three on two cores, since many tests wait for ranks
-TEST_WORKERS ?= 3
+# Processes that run the tests, a file at a time
+TEST_WORKERS ?= 2
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 

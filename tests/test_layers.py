@@ -131,3 +131,10 @@ def test_every_package_of_the_tree_is_in_the_wheel_and_nothing_else():
         for path in (ROOT / package).rglob("*.py")
     }
     assert listed == present | {"semmoe.assets", "semmoe.conf"}
+
+
+def test_pytest_finds_the_packages_without_the_working_folder_on_the_path():
+    """`pytest`, unlike `python -m pytest`, does not put it there; folders of tests bear the names of the packages."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "tests/semmoe/test_conformance.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

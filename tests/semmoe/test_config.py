@@ -7,8 +7,9 @@ import json
 import re
 
 import pytest
+import yaml
 
-from semmoe.config import compose_all, group_options, groups, list_policies
+from semmoe.config import compose_all, conf_dir, group_options, groups, list_policies, sweep_points
 from semmoe.errors import UserError
 
 
@@ -18,14 +19,19 @@ def test_default_config_resolves_to_one_point():
 
 
 def test_every_option_of_every_group_composes():
-    """An option of every group at a time; experiments, which choose options of other groups, alone."""
+    """An option of every group at a time; experiments, which choose options of other groups, with each value they sweep."""
     for choices in itertools.zip_longest(*(group_options(group) for group in groups() if group != "experiment")):
         chosen = [f"{g}={o}" for g, o in zip((g for g in groups() if g != "experiment"), choices, strict=True) if o]
         extra = ["trace.path=x"] if "trace=file" in chosen else []
         extra += ["model.path=x"] if "model=hf" in chosen else []
         assert compose_all([*chosen, *extra]), chosen
     for option in group_options("experiment"):
-        assert compose_all([f"experiment={option}"])
+        experiment = yaml.safe_load((conf_dir() / "experiment" / f"{option}.yaml").read_text())
+        tried: set[str] = set()
+        for point in sweep_points(experiment.get("sweep") or [], []):
+            if not point or set(point) - tried:
+                assert compose_all([f"experiment={option}", "sweep=null", *point]), point
+            tried |= set(point)
 
 
 def test_multirun_is_the_product_of_its_axes():
