@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from .bars import progress
 from .builder import RunBuilder
 from .config import POLICY_GROUPS, compose_one, group_options
 from .conformance import CHECKS, Subject, figures, run_checks, with_policy
@@ -15,7 +16,6 @@ from .errors import UserError
 from .plugins import instantiate
 from .rows import label
 from .run import Run
-from .session import progress
 
 CONTEXT = {
     # what a policy of each group needs around it to make a difference

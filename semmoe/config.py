@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .bars import progress
 from .errors import UserError, nearest
 from .plugins import METHODS
 from .values import as_numbers, as_words, check_values
@@ -46,12 +47,18 @@ def compose_all(overrides: Sequence[str], multirun: bool = False) -> list[dict[s
 
     _register_resolvers()
     products = _expand(overrides, multirun)
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-        configs = []
+    configs = []
+    with (
+        initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"),
+        progress(len(products), "composing", "config") as bar,  # some 8 a second
+    ):
         for point in products:
             base = _compose(point)
-            for extra in sweep_points(base.get("sweep") or [], point):
+            swept = sweep_points(base.get("sweep") or [], point)
+            bar.total += len(swept) - 1
+            for extra in swept:
                 configs.append(_compose([*point, *extra]) if extra else base)
+                bar.update()
     defaults = _defaults()
     for position, composed in enumerate(configs):
         configs[position] = config = as_numbers(composed)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .bars import progress
 from .builder import RunBuilder
 from .config import compose_all, compose_one
 from .errors import UserError
@@ -46,13 +47,6 @@ SHOWN_WHERE_SWEPT = (
 def folder_of(cfg: dict[str, Any]) -> Path:
     """Where the rows of a run go; replayed step plans go beside the measured rows that they came from."""
     return Path(cfg["replay"]) / "replay" if cfg["replay"] else Path(cfg["results_dir"]) / str(cfg["name"])
-
-
-def progress(total: int, what: str) -> Any:
-    """A progress bar that shows itself only on a terminal and only after two seconds."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=what, unit="run", delay=2, disable=not sys.stderr.isatty(), file=sys.stderr)
 
 
 def path_of(run: Run, backend: str) -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semmoe.bars import progress
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_one
 from semmoe.errors import UserError
@@ -27,7 +28,6 @@ from semmoe.files import check_writable
 from semmoe.inputs import warn_uncalibrated
 from semmoe.plan_store import PlanStore
 from semmoe.run import Run
-from semmoe.session import progress
 from semmoe.specs import ClusterSpec
 
 from .desk import Desk, Layer, serve, step_sizes

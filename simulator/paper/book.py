@@ -12,12 +12,12 @@ import pandas as pd
 import yaml
 from omegaconf import OmegaConf
 
+from semmoe.bars import progress
 from semmoe.builder import RunBuilder
 from semmoe.config import compose_all, conf_dir, sweep_points
 from semmoe.files import write_atomically
 from semmoe.results import COLUMNS
 from semmoe.run import Run
-from semmoe.session import progress
 
 from ..app import simulate
 
