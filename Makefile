@@ -73,6 +73,7 @@ accuracy: $(VENV)/installed
 
 # Attention, layers and steps of whole models on 2 and 4 ranks, predicted from fresh calibrations: results/whole_model.md
 WHOLE_RUNS = results/runs/whole_model
+WHOLE_ARGS ?= measure.calibration=thorough
 WHOLE_TINY = model=tiny
 WHOLE_V2_LITE = model=deepseek-v2-lite model_scale=.1 trace=synthetic
 whole-model: $(VENV)/installed
