@@ -16,6 +16,7 @@ import pandas as pd
 
 from .axes import PATHS, POLICIES, SHARED, flat_axes, telling_axes, unjoined
 from .files import write_atomically
+from .repeats import mean_difference
 from .results import OPS, SERVED, WAITS
 from .row_files import read_rows
 from .verdict import order, verdicts
@@ -127,8 +128,7 @@ def _line(key: str, group: pd.DataFrame) -> dict[str, Any]:
         line[f"{name}_ms_predicted"], line[f"{name}_ms_measured"] = predicted, real
         line[f"{name}_error_pct"] = 100 * (predicted / real - 1) if real and real > 0 else math.nan
         repeats = measured[f"{name}_ms"].dropna().astype(float)
-        spread = 100 * (repeats.max() - repeats.min()) / repeats.mean() if len(repeats) > 1 else math.nan
-        line[f"{name}_spread_pct"] = spread
+        line[f"{name}_spread_pct"] = 100 * mean_difference(repeats) / repeats.mean()
     for name in WAITS:
         for side, of in (("predicted", simulated), ("measured", measured)):
             line[f"{name}_ms_{side}"] = _mean(of, f"{name}_ms")

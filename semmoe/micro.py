@@ -21,6 +21,7 @@ import pandas as pd
 
 from .errors import UserError
 from .page_command import write_page
+from .repeats import mean_difference
 from .row_files import read_rows
 
 SIDES = ("simulator", "harness")
@@ -64,7 +65,7 @@ def _sides(group: pd.DataFrame, names: Sequence[str]) -> dict[str, float]:
         for name in names
     }
     real = group[group.backend == "harness"].layer_ms.astype(float)
-    return means | {"spread_pct": 100 * float((real.max() - real.min()) / real.mean()) if len(real) > 1 else math.nan}
+    return means | {"spread_pct": 100 * mean_difference(real) / float(real.mean())}
 
 
 def document(rows: pd.DataFrame, command: str, runs: Sequence[Path] = ()) -> str:

@@ -22,9 +22,16 @@ def test_both_sides_join_with_error_and_spread(tmp_path):
     c = compare(folder(tmp_path, row(layer_ms=9.0), *measured("aaa", [10.0, 11.0, 9.0])))
     joined = line(c, "aaa")
     assert joined.sides == "both" and joined.layer_error_pct == pytest.approx(-10)
-    assert joined.layer_spread_pct == pytest.approx(20) and joined.replay_equal == "yes"
+    assert joined.layer_spread_pct == pytest.approx(100 * (1 + 1 + 2) / 3 / 10) and joined.replay_equal == "yes"
     assert c.summary["layer"]["median_error_pct"] == pytest.approx(10)
     assert c.summary["lar_gap_points"]["max"] == pytest.approx(1.0)
+
+
+def test_the_spread_is_the_mean_difference_of_two_repeats_and_not_their_range(tmp_path):
+    """A range grows with the number of repeats, and with it the error that twice the spread allows."""
+    even = [8.0, 8.5, 9.0, 9.5, 10.0, 10.5, 11.0, 11.5, 12.0]  # n values a step apart: (n + 1) / 3 steps
+    joined = line(compare(folder(tmp_path, row(), *measured("aaa", even))), "aaa")
+    assert joined.layer_spread_pct == pytest.approx(100 * 0.5 * 10 / 3 / 10)
 
 
 def test_attention_of_whole_models_is_told(tmp_path):
